@@ -174,7 +174,7 @@ class Inputs:
             tokens=begins[-1],
         )
         table = full_table(forest, row, {})
-        self.table = AttentionTable.from_numpy(table.launches, table.cu, device="cuda")
+        self.table = AttentionTable(table, device="cuda")
         self.begin_of = dict(zip(order, begins, strict=False))
         self.q, self.do, self.k, self.v = random_tensors(case, row.tokens, 0)
         self.options = Options(case.heads[2] ** -0.5)

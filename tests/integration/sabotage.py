@@ -1,6 +1,7 @@
 """Bugs of the kinds that sharing invites, each put in where it would be made."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
 from forkpoint.ops.attention.table import Launch
-from forkpoint.tree import FROM_CACHE, LAUNCH_COLUMNS, Table
+from forkpoint.tree import FROM_CACHE, Table
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
@@ -68,14 +69,10 @@ def leak_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def leaking(*args: Any) -> Table:
         table = full_table(*args)
-        launches = table.launches.copy()
-        first = dict(zip(LAUNCH_COLUMNS, launches[0], strict=True))
-        queries, keys = (first[f"{side}_end"] - first[f"{side}_begin"] for side in "qk")
-        joined = {"max_q": queries, "max_k": keys, "cu_q_at": len(table.cu), "count": 1}
-        joined["cu_k_at"] = len(table.cu) + 2
-        launches[0] = [{**first, **joined}[column] for column in LAUNCH_COLUMNS]
-        cu = np.concatenate([table.cu, [0, queries, 0, keys]]).astype(np.int32)
-        return Table(launches, cu, table.key_index)
+        first, *others = table.launches
+        whole = (sum(first.q_lengths),), (sum(first.k_lengths),)
+        joined = first._replace(q_lengths=whole[0], k_lengths=whole[1])
+        return replace(table, launches=(joined, *others))
 
     monkeypatch.setattr(microbatches, "full_table", leaking)
 

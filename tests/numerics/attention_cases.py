@@ -26,6 +26,7 @@ from forkpoint.ops.attention import (
 )
 from forkpoint.ops.choice import Asked
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.tree import LaunchLayout, Table
 
 RECORDS = {kernel.name: kernel for kernel in KERNELS}
 
@@ -79,9 +80,9 @@ class Forest:
             every = np.concatenate(tails)
             index = np.where(every < self.tokens, every, self.tokens - 1 - every)
             calls = [(self.lengths[s], len(tail)) for s, tail in zip(order, tails, strict=True)]
-            launches: list = [(FROM_GATHER, 1, 0, 0, calls)]
+            launches: list = [(FROM_GATHER, True, 0, 0, calls)]
         else:
-            launches = [(FROM_OWN, 1, 0, 0, [(self.lengths[s],) * 2 for s in order])]
+            launches = [(FROM_OWN, True, 0, 0, [(self.lengths[s],) * 2 for s in order])]
             for x, external in enumerate(self.external):
                 source, k_begin = (FROM_CACHE if external else FROM_OWN), int(self.places[x][0])
                 below = [self.places[s] for s in order if x in self.ancestors(s)]
@@ -89,11 +90,12 @@ class Forest:
                     last = launches[-1]
                     ends = tuple(last[i] + sum(n[i - 2] for n in last[4]) for i in (2, 3))
                     call = (queries, self.lengths[x])
-                    if last[:2] == (source, 0) and ends == (q_begin, k_begin):
+                    if last[:2] == (source, False) and ends == (q_begin, k_begin):
                         last[4].append(call)
                     else:
-                        launches.append((source, 0, q_begin, k_begin, [call]))
-        return AttentionTable.from_numpy(*_written(launches), index, device=device)
+                        launches.append((source, False, q_begin, k_begin, [call]))
+        layouts = [LaunchLayout(*launch[:4], *zip(*launch[4], strict=True)) for launch in launches]
+        return AttentionTable(Table(tuple(layouts), index), device=device)
 
 
 def _ranges(places: list[np.ndarray]) -> list[tuple[int, int]]:
@@ -106,17 +108,6 @@ def _ranges(places: list[np.ndarray]) -> list[tuple[int, int]]:
             length += before
         found.append((begin, length))
     return found
-
-
-def _written(launches: list) -> tuple[np.ndarray, np.ndarray]:
-    rows, cu = [], []
-    for source, causal, q_begin, k_begin, calls in launches:
-        q, k = (np.array(x) for x in zip(*calls, strict=True))
-        q_at, k_at = len(cu), len(cu) + len(q) + 1
-        cu += [0, *np.cumsum(q), 0, *np.cumsum(k)]
-        ranges = [q_begin, q_begin + q.sum(), k_begin, k_begin + k.sum(), q.max(), k.max()]
-        rows.append([source, causal, *ranges, q_at, k_at, len(calls)])
-    return np.array(rows, dtype=np.int64), np.array(cu, dtype=np.int32)
 
 
 def make_forest(

@@ -35,6 +35,7 @@ from forkpoint.ops.attention import (
     registry,
     shared_attention,
 )
+from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPU = [
@@ -222,23 +223,27 @@ def test_long_sequences(device: str, kernel: str, lengths: list[int]) -> None:
         check(make_case(device, kernel, make_forest([-1] * len(lengths), lengths), fused=fused))
 
 
+def below_a_prefix(lengths: list[int], keys: int) -> AttentionTable:
+    """Causal sequences of these lengths that all read a prefix of `keys` tokens."""
+    causal = LaunchLayout(FROM_OWN, True, 0, 0, tuple(lengths), tuple(lengths))
+    rectangle = LaunchLayout(FROM_CACHE, False, 0, 0, (sum(lengths),), (keys,))
+    return AttentionTable(Table((causal, rectangle)), device="cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_groups_of_heads_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a causal launch with a long sequence and short ones, and a rectangle."""
     torch.manual_seed(0)
     lengths, keys, dim = [4096, 300, 7], 6000, 128
-    cu = [0, *itertools.accumulate(lengths)]
-    rows = [[0, 1, 0, cu[-1], 0, cu[-1], 4096, 4096, 0, 0, len(lengths)]]
-    rows += [[1, 0, 0, cu[-1], 0, keys, cu[-1], keys, len(cu), len(cu) + 2, 1]]
-    numbers = np.array([*cu, 0, cu[-1], 0, keys])
-    shapes = ((cu[-1], 16), (cu[-1], 4), (cu[-1], 4), (cu[-1], 16), (keys, 4), (keys, 4))
+    total = sum(lengths)
+    shapes = ((total, 16), (total, 4), (total, 4), (total, 16), (keys, 4), (keys, 4))
     q, k, v, do, *prefix = (torch.randn(*s, dim, dtype=BF16, device="cuda") for s in shapes)
 
     def gradients() -> list[Tensor]:
         grads = [torch.zeros(x.shape, device="cuda") for x in prefix]
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        table = AttentionTable.from_numpy(np.array(rows), numbers, device="cuda")
+        table = below_a_prefix(lengths, keys)
         o, _ = shared_attention(
             *inputs, table=table, cache=CacheSlice(*prefix, *grads), scale=dim**-0.5
         )
@@ -269,12 +274,7 @@ def test_more_elements_than_an_index_of_32_bits() -> None:
         """Output, and gradients of queries, keys and the prefix's keys."""
         own, cache_grads = slice(begin * length, end * length), torch.zeros(prefix.shape).cuda()
         inputs = [x[own].detach().requires_grad_() for x in (q, k, v)]
-        tokens, cu = (end - begin) * length, [length * n for n in range(end - begin + 1)]
-        rows = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, end - begin]]
-        rows += [[1, 0, 0, tokens, 0, keys, tokens, keys, len(cu), len(cu) + 2, 1]]
-        table = AttentionTable.from_numpy(
-            np.array(rows), np.array([*cu, 0, tokens, 0, keys]), device="cuda"
-        )
+        table = below_a_prefix([length] * (end - begin), keys)
         cache = CacheSlice(*prefix, *cache_grads)
         o, _ = shared_attention(*inputs, table=table, cache=cache, scale=dim**-0.5)
         o.backward(do[own])

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import RECORDS
@@ -24,6 +23,7 @@ from forkpoint.ops.attention import (
 )
 from forkpoint.ops.attention import kernel as kernels
 from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Options
+from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 PLAIN = Options(0.4)
@@ -31,14 +31,10 @@ PLAIN = Options(0.4)
 
 def one_launch(lengths: list[tuple[int, int]], causal: bool) -> Launch:
     """Sequences of (queries, keys) from the cache, behind a first launch that a table must have."""
-    q, k = (np.cumsum([0, *side]) for side in zip(*lengths, strict=True))
-    count, total = len(lengths), int(q[-1])
-    rows = [
-        [0, 1, 0, total, 0, total, total, total, 0, 0, 1],
-        [1, causal, 0, total, 0, k[-1], np.diff(q).max(), np.diff(k).max(), 2, 3 + count, count],
-    ]
-    table = AttentionTable.from_numpy(np.array(rows), np.array([0, total, *q, *k]))
-    return table.calls[1]
+    q, k = zip(*lengths, strict=True)
+    first = LaunchLayout(FROM_OWN, True, 0, 0, (sum(q),), (sum(q),))
+    layouts = first, LaunchLayout(FROM_CACHE, causal, 0, 0, q, k)
+    return AttentionTable(Table(layouts)).calls[1]
 
 
 def random_qkv(launch: Launch, heads: int = 4, groups: int = 2, dtype=torch.float64):
@@ -258,8 +254,7 @@ def test_launches_that_a_record_does_not_claim_are_refused(monkeypatch: pytest.M
     # And the operator asks.
     with only(monkeypatch, dataclasses.replace(RECORDS["reference"], ragged=False)):
         x = torch.ones(5, 1, 4)
-        rows = np.array([[0, 1, 0, 5, 0, 5, 3, 3, 0, 0, 2]])
-        table = AttentionTable.from_numpy(rows, np.array([0, 2, 5]))
+        table = AttentionTable(Table((LaunchLayout(FROM_OWN, True, 0, 0, (2, 3), (2, 3)),)))
         with pytest.raises(UnsupportedError, match="'reference' cannot serve: it takes sequences"):
             shared_attention(x, x, x, table=table, scale=1.0, kernel="reference")
 
@@ -279,8 +274,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *kernels: Kernel) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Asked] = []
-    rows = np.array([[0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1]])
-    table = AttentionTable.from_numpy(rows, np.array([0, 5]))
+    table = AttentionTable(Table((LaunchLayout(FROM_OWN, True, 0, 0, (5,), (5,)),)))
     with only(monkeypatch, dataclasses.replace(RECORDS["reference"], refuses=asked.append)):
         for heads in (1, 2):
             q, k, v = torch.ones(5, 2, 4), torch.ones(5, heads, 4), torch.ones(5, heads, 3)

@@ -7,7 +7,6 @@ a GPU.
 
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import RECORDS
@@ -17,12 +16,17 @@ from torch import Tensor
 from forkpoint.ops.attention import AttentionTable, Launch, cudnn, fa2, fa4, padded
 from forkpoint.ops.attention import table as tables
 from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Options
-from forkpoint.tree import launches
+from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table, launches
 
 RAGGED = [(5, 9), (1, 4), (7, 7)]
 EQUAL = [(5, 5), (5, 5)]
 WIDE = [(5, 9), (5, 9)]
 ASKED = Asked(torch.device("cpu"), torch.bfloat16, 256, 256, heads=16, kv_heads=4)
+
+
+def causal_launch(lengths: list[int]) -> Launch:
+    layout = LaunchLayout(FROM_OWN, True, 0, 0, tuple(lengths), tuple(lengths))
+    return AttentionTable(Table((layout,))).calls[0]
 
 
 def window_of(given: dict[str, Any]) -> tuple[bool, int]:
@@ -238,10 +242,7 @@ def test_long_sequences_are_padded(
         monkeypatch.setattr(
             cudnn, way, lambda *given, run=run: ran.append(given[-2].max_q) or run(*given)
         )
-    total, count, longest = sum(lengths), len(lengths), max(lengths)
-    rows = [[0, 1, 0, total, 0, total, longest, longest, 0, 0, count]]
-    cu = np.concatenate([[0], np.cumsum(lengths)])
-    launch = AttentionTable.from_numpy(np.array(rows), cu).calls[0]
+    launch = causal_launch(lengths)
     assert [part.cu_q_cpu.diff().tolist() for part in launch.parts] == parts
     assert all(part.cu_q.equal(part.cu_k_cpu) and part.cu_q[0] == 0 for part in launch.parts)
 
@@ -261,13 +262,13 @@ def test_launches_without_a_long_causal_sequence_are_not_padded() -> None:
     kernel = RECORDS["padded"]
     total = launches.LONG_TOKENS
     for last, causal, source, long in (
-        (total, 1, 0, True), (total - 1, 1, 0, False), (total, 0, 1, False), (total, 1, 1, False),
-    ):  # fmt: skip
-        rows = [
-            [0, 1, 0, last, 0, last, last, last, 0, 0, 1],
-            [source, causal, 0, last, 0, last, last, last, 0, 0, 1],
-        ]
-        launch = AttentionTable.from_numpy(np.array(rows), np.array([0, last])).calls[1]
+        (total, True, FROM_OWN, True),
+        (total - 1, True, FROM_OWN, False),
+        (total, False, FROM_CACHE, False),
+        (total, True, FROM_CACHE, False),
+    ):
+        layout = LaunchLayout(source, causal, 0, 0, (last,), (last,))
+        launch = AttentionTable(Table((layout,))).calls[0]
         why = kernel.launch_refusal(launch, ASKED)
         assert why is None if long else "2,048 tokens, and a launch has none" in (why or "")
 
@@ -278,10 +279,7 @@ def test_elements_of_padded_sequences_are_those_that_cudnn_is_given() -> None:
     for lengths, refused in (
         ([most - step], False), ([most - step + 1], True), ([most // 2] * 3, False),
     ):  # fmt: skip
-        cu, total = np.cumsum([0, *lengths]), sum(lengths)
-        rows = [[0, 1, 0, total, 0, total, lengths[0], lengths[0], 0, 0, len(lengths)]]
-        launch = AttentionTable.from_numpy(np.array(rows), cu).calls[0]
-        why = RECORDS["padded"].launch_refusal(launch, ASKED) or ""
+        why = RECORDS["padded"].launch_refusal(causal_launch(lengths), ASKED) or ""
         assert ("elements" in why) == refused
 
 

@@ -16,7 +16,7 @@ from forkpoint.tree import (
     FROM_CACHE,
     FROM_GATHER,
     FROM_OWN,
-    LAUNCH_COLUMNS,
+    LaunchLayout,
     Microbatch,
     Table,
     VisibleKeys,
@@ -33,32 +33,24 @@ Slot = tuple[int, int]
 """(FROM_OWN, place of the microbatch) or (FROM_CACHE, place of the cache)."""
 
 
-def launches_of(table: Table) -> list[dict[str, int]]:
-    return [dict(zip(LAUNCH_COLUMNS, launch, strict=True)) for launch in table.launches.tolist()]
-
-
 def visible(table: Table, window: int = 0) -> dict[int, Counter[Slot]]:
     """How often each query of the microbatch sees each key, launch by launch, as a kernel would."""
     seen: dict[int, Counter[Slot]] = defaultdict(Counter)
-    for launch in launches_of(table):
-        cut = {
-            side: table.cu[launch[f"cu_{side}_at"] :][: launch["count"] + 1].tolist()
-            for side in "qk"
-        }
-        for i in range(launch["count"]):
-            queries = range(*cut["q"][i : i + 2])
-            keys = range(*cut["k"][i : i + 2])
+    for launch in table.launches:
+        q_at, k_at = launch.q_begin, launch.k_begin
+        for n, m in zip(launch.q_lengths, launch.k_lengths, strict=True):
+            queries, keys = range(q_at, q_at + n), range(k_at, k_at + m)
+            q_at, k_at = q_at + n, k_at + m
             for position, query in enumerate(queries):
-                last = len(keys) - len(queries) + position if launch["causal"] else len(keys) - 1
+                last = len(keys) - len(queries) + position if launch.causal else len(keys) - 1
                 first = max(0, last + 1 - window) if window else 0
-                for key in keys[first : last + 1]:
-                    place = launch["k_begin"] + key
-                    source = launch["source"]
+                for place in keys[first : last + 1]:
+                    source = launch.source
                     if source == FROM_GATHER:
                         assert table.key_index is not None
                         at = int(table.key_index[place])
                         source, place = (FROM_OWN, at) if at >= 0 else (FROM_CACHE, -1 - at)
-                    seen[launch["q_begin"] + query][source, place] += 1
+                    seen[query][source, place] += 1
     return seen
 
 
@@ -102,19 +94,19 @@ def check_tables(plan: Plan, window: int) -> None:
         windowed = windowed_table(plan.forest, microbatch, plan.cache_of, window)
         chunked = windowed_table(plan.forest, microbatch, plan.cache_of, window, chunked=True)
         for table, width in ((full, 0), (windowed, window), (chunked, window)):
-            AttentionTable.from_numpy(table.launches, table.cu, table.key_index)
-            first = launches_of(table)[0]
-            assert (first["q_begin"], first["q_end"]) == (0, microbatch.tokens)
-            assert first["causal"]
+            AttentionTable(table)
+            first = table.launches[0]
+            assert (first.q_begin, sum(first.q_lengths)) == (0, microbatch.tokens)
+            assert first.causal
             seen = visible(table, width)
             for place, path in paths.items():
                 read = (len(path) - 1) % width + 1 if table is chunked else width
                 assert seen[place] == Counter(path[-read:] if width else path)
         follows = [plan.forest.parent[s] == above for above, s in pairwise(microbatch.segments)]
-        stretches = launches_of(full)[0]["count"]
+        stretches = len(full.launches[0].q_lengths)
         assert stretches == 1 + follows.count(False), "a first child is in its parent's sequence"
-        for launch in launches_of(full)[1:]:
-            assert not launch["causal"], "above a segment all is seen: rectangles"
+        for launch in full.launches[1:]:
+            assert not launch.causal, "above a segment all is seen: rectangles"
         assert windowed.key_index is not None
         copied = len(windowed.key_index) - microbatch.tokens
         assert copied <= (window - 1) * len(microbatch.segments), "a bounded copy"
@@ -129,15 +121,14 @@ def test_the_launches_of_a_flat_group_across_microbatches() -> None:
     )
     parent, child = plan.microbatches
     alone = full_table(plan.forest, parent, plan.cache_of)
-    assert alone.launches.tolist() == [[FROM_OWN, 1, 0, 3, 0, 3, 3, 3, 0, 2, 1]]
+    assert alone.launches == (LaunchLayout(FROM_OWN, True, 0, 0, (3,), (3,)),)
     table = full_table(plan.forest, child, plan.cache_of)
-    assert table.launches.tolist() == [
-        [FROM_OWN, 1, 0, 6, 0, 6, 3, 3, 0, 4, 3],
-        [FROM_CACHE, 0, 0, 6, 0, 3, 6, 3, 8, 10, 1],
-    ]
+    assert table.launches == (
+        LaunchLayout(FROM_OWN, True, 0, 0, (2, 1, 3), (2, 1, 3)),
+        LaunchLayout(FROM_CACHE, False, 0, 0, (6,), (3,)),
+    )
     tails = windowed_table(plan.forest, child, plan.cache_of, 3)
-    assert tails.launches.tolist() == [[FROM_GATHER, 1, 0, 6, 0, 12, 3, 5, 0, 4, 3]]
-    assert tails.cu.tolist() == [*(0, 2, 3, 6), *(0, 4, 7, 12)]
+    assert tails.launches == (LaunchLayout(FROM_GATHER, True, 0, 0, (2, 1, 3), (4, 3, 5)),)
     assert tails.key_index is not None
     assert tails.key_index.tolist() == [*(-2, -3, 0, 1), *(-2, -3, 2), *(-2, -3, 3, 4, 5)]
 

@@ -113,9 +113,7 @@ class CacheView:
                 if window
                 else full_table(*arguments)
             )
-            self._tables[window, chunked] = AttentionTable.from_numpy(
-                table.launches, table.cu, table.key_index, device=device
-            )
+            self._tables[window, chunked] = AttentionTable(table, device=device)
         return self._tables[window, chunked]
 
     def ancestors(self, module: Hashable) -> "LayerAncestors | None":

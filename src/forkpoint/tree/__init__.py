@@ -4,10 +4,10 @@ Imports no torch."""
 from forkpoint.tree.launches import FROM_CACHE as FROM_CACHE
 from forkpoint.tree.launches import FROM_GATHER as FROM_GATHER
 from forkpoint.tree.launches import FROM_OWN as FROM_OWN
-from forkpoint.tree.launches import LAUNCH_COLUMNS as LAUNCH_COLUMNS
 from forkpoint.tree.launches import LONG_TOKENS as LONG_TOKENS
 from forkpoint.tree.launches import REPEATED_BYTES as REPEATED_BYTES
 from forkpoint.tree.launches import CacheSlots as CacheSlots
+from forkpoint.tree.launches import LaunchLayout as LaunchLayout
 from forkpoint.tree.launches import Table as Table
 from forkpoint.tree.launches import VisibleKeys as VisibleKeys
 from forkpoint.tree.launches import full_table as full_table

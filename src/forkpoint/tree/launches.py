@@ -7,22 +7,16 @@ the device once for each microbatch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forkpoint.tree.forest import Forest, IntArray
 from forkpoint.tree.microbatch import Microbatch
 
-LAUNCH_COLUMNS: tuple[str, ...] = (
-    *("source", "causal", "q_begin", "q_end", "k_begin", "k_end"),
-    *("max_q", "max_k", "cu_q_at", "cu_k_at", "count"),
-)
-"""Columns of a table of launches, in order. `AttentionTable.from_numpy` describes them."""
 FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
-"""Values of the column `source`: keys of the microbatch, of the prefix cache, or gathered keys."""
+"""Sources of a launch's keys: the microbatch, the prefix cache, or gathered keys."""
 
 LONG_TOKENS = 2048
 """Least length of a causal sequence that is a part of its launch, where FlashAttention-4 is
@@ -42,14 +36,29 @@ def padded_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+class LaunchLayout(NamedTuple):
+    """Sequences of one launch, back to back on both sides."""
+
+    source: int
+    """FROM_OWN, FROM_CACHE or FROM_GATHER."""
+    causal: bool
+    """Whether queries attend to keys up to their own position, with the last query at the last key,
+    instead of all keys of their sequence."""
+    q_begin: int
+    k_begin: int
+    """Index in the source."""
+    q_lengths: tuple[int, ...]
+    """Number of queries of each sequence, at least 1."""
+    k_lengths: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Table:
     """Attention launches of one microbatch."""
 
-    launches: IntArray
-    """[n, 11] with the columns of LAUNCH_COLUMNS."""
-    cu: NDArray[np.int32]
-    """Cumulative lengths that `cu_q_at` and `cu_k_at` point into."""
+    launches: tuple[LaunchLayout, ...]
+    """The first covers every query of the microbatch, later ones contiguous parts of it. The only
+    one with `key_index` is FROM_GATHER."""
     key_index: IntArray | None = None
     """[G] gathered keys, for windowed layers: entries >= 0 are tokens of the microbatch, and others
     are the cache slot `-1 - entry`."""
@@ -140,7 +149,7 @@ def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int])
                 pieces[-1] = _Piece(source, last.q, last.n + n, last.k, last.m)
             else:
                 pieces.append(_Piece(source, begin, n, k_begin, k_end - k_begin))
-    launches = [(True, causal)]
+    launches = [_launch(True, causal)]
     for key in sorted(levels):
         adjacent: list[list[_Piece]] = []
         for piece in levels[key]:
@@ -149,8 +158,8 @@ def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int])
                 adjacent[-1].append(piece)
             else:
                 adjacent.append([piece])
-        launches += [(False, pieces) for pieces in adjacent]
-    return _table(launches)
+        launches += [_launch(False, pieces) for pieces in adjacent]
+    return Table(tuple(launches))
 
 
 def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, int]]:
@@ -205,18 +214,10 @@ def windowed_table(
             pieces.append(_Piece(FROM_GATHER, begin + at, end - at, total, read + end - at))
             total += read + end - at
             read = 0
-    table = _table([(True, pieces)])
-    return Table(table.launches, table.cu, np.concatenate(keys))
+    return Table((_launch(True, pieces),), np.concatenate(keys))
 
 
-def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
-    rows, cu = [], []
-    for causal, pieces in launches:
-        q_lengths, k_lengths = [p.n for p in pieces], [p.m for p in pieces]
-        at, count = len(cu), len(pieces)
-        cu += [*accumulate(q_lengths, initial=0), *accumulate(k_lengths, initial=0)]
-        first, last = pieces[0], pieces[-1]
-        spans = (first.q, last.q + last.n, first.k, last.k + last.m)
-        longest = max(q_lengths), max(k_lengths)
-        rows.append((first.source, int(causal), *spans, *longest, at, at + count + 1, count))
-    return Table(np.asarray(rows, np.int64), np.asarray(cu, np.int32))
+def _launch(causal: bool, pieces: list[_Piece]) -> LaunchLayout:
+    source, q_begin, _, k_begin, _ = pieces[0]
+    lengths = tuple(piece.n for piece in pieces), tuple(piece.m for piece in pieces)
+    return LaunchLayout(source, causal, q_begin, k_begin, *lengths)

@@ -4,14 +4,13 @@ from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.operator import shared_attention
 from forkpoint.ops.attention.registry import KERNELS, select_kernel
 from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch
-from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
+from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
 
 __all__ = [
     "FROM_CACHE",
     "FROM_GATHER",
     "FROM_OWN",
     "KERNELS",
-    "LAUNCH_COLUMNS",
     "AttentionTable",
     "CacheSlice",
     "Kernel",

@@ -6,6 +6,7 @@ because FSDP copies dataclasses in call arguments.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import to_device
-from forkpoint.tree import FROM_OWN, LAUNCH_COLUMNS, LONG_TOKENS
+from forkpoint.tree import FROM_OWN, LONG_TOKENS, LaunchLayout, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,56 +60,29 @@ class Launch:
 
 
 class AttentionTable:
-    """The launches of one microbatch; build it with `from_numpy`.
+    """The launches of one microbatch on the device.
 
     own_gather and cache_gather are None except in windowed layers. They are int64 [2, *] on the
     device: indices of gathered keys in the first row, and in the second row the places of the
     microbatch, or the slots of the cache, from which these keys are read.
     """
 
-    def __init__(
-        self,
-        calls: list[Launch],
-        own_gather: Tensor | None = None,
-        cache_gather: Tensor | None = None,
-    ) -> None:
-        self.calls: list[Launch] = calls
-        self.own_gather: Tensor | None = own_gather
-        self.cache_gather: Tensor | None = cache_gather
+    def __init__(self, table: Table, *, device: torch.device | str = "cpu") -> None:
+        self.calls: list[Launch] = _launches(table.launches, device)
+        self.own_gather: Tensor | None = None
+        self.cache_gather: Tensor | None = None
         self.chosen: dict[Hashable, list[Any]] = {}
         """Chosen kernels for `calls`, by the properties of the attention, so that equal layers
         choose once."""
-
-    @classmethod
-    def from_numpy(
-        cls,
-        launches: np.ndarray,
-        cu: np.ndarray,
-        key_index: np.ndarray | None = None,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> "AttentionTable":
-        """Put a planner's table on the device.
-
-        launches: integers [n, 11], columns as in LAUNCH_COLUMNS. source is 0 for keys of the
-            microbatch, 1 for keys of the cache, 2 for keys gathered by key_index. Queries are
-            q[q_begin:q_end], keys source[k_begin:k_end], cut into `count` sequences by `cu[cu_q_at
-            : cu_q_at + count + 1]` and `cu[cu_k_at : ...]`. The first launch covers every query of
-            the microbatch; later ones cover contiguous parts of it.
-        cu: integers [*], runs of cumulative lengths, each starting at 0.
-        key_index: integers [G]; i >= 0 is the place i of the microbatch, i < 0 is the entry -1 - i
-            of the cache. A table with key_index has exactly one launch, of source 2.
-        """
-        own_gather = cache_gather = None
+        key_index = table.key_index
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
             (own,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
-            own_gather = to_device(torch.from_numpy(np.stack([own, key_index[own]])), device)
+            self.own_gather = to_device(torch.from_numpy(np.stack([own, key_index[own]])), device)
             if other.size:
-                cache_gather = to_device(
+                self.cache_gather = to_device(
                     torch.from_numpy(np.stack([other, -1 - key_index[other]])), device
                 )
-        return cls(_read_launches(launches, cu, device), own_gather, cache_gather)
 
 
 class Ancestors(Protocol):
@@ -155,55 +129,49 @@ class CacheSlice:
         """Does nothing."""
 
 
-def _read_launches(
-    launches: np.ndarray, cu: np.ndarray, device: torch.device | str
-) -> list[Launch]:
-    """The launches of a planner's table, with views of its cumulative lengths."""
-    rows = [dict(zip(LAUNCH_COLUMNS, row, strict=True)) for row in launches.tolist()]
-    lengths, at, parts = [cu], len(cu), []
-    for row in rows:
-        parts.append([])
-        for first, last in _cut_long(row, cu):
-            bounds = cu[row["cu_q_at"] + first : row["cu_q_at"] + last + 1]
-            begin, end, longest = int(bounds[0]), int(bounds[-1]), int(np.diff(bounds).max())
-            part = {"source": row["source"], "causal": 1, "count": last - first}
-            for side in "qk":
-                part |= {f"{side}_begin": begin, f"{side}_end": end, f"max_{side}": longest}
-                part[f"cu_{side}_at"] = at
-            parts[-1].append(part)
-            lengths.append(bounds - begin)
-            at += len(bounds)
+def _launches(layouts: Sequence[LaunchLayout], device: torch.device | str) -> list[Launch]:
+    """Launches with their cumulative lengths, which are copied to the device together."""
+    parts = [_cut_long(layout) for layout in layouts]
+    every = [each for layout, its in zip(layouts, parts, strict=True) for each in (*its, layout)]
+    cu = [np.cumsum((0, *side)) for each in every for side in (each.q_lengths, each.k_lengths)]
     # Devices are explicit, because the user may have set another default device.
-    cu_cpu = torch.tensor(np.concatenate(lengths), dtype=torch.int32, device="cpu")
-    cu_device = to_device(cu_cpu, device)
+    cu_cpu = torch.tensor(np.concatenate(cu), dtype=torch.int32, device="cpu")
+    sizes = list(map(len, cu))
+    cuts = zip(to_device(cu_cpu, device).split(sizes), cu_cpu.split(sizes), strict=True)
 
-    def read(row: dict[str, int], parts: Sequence[dict[str, int]]) -> Launch:
-        q_cut, k_cut = (slice(at, at + row["count"] + 1) for at in (row["cu_q_at"], row["cu_k_at"]))
+    def launch(layout: LaunchLayout, parts: tuple[Launch, ...] = ()) -> Launch:
+        (cu_q, cu_q_cpu), (cu_k, cu_k_cpu) = next(cuts), next(cuts)
         return Launch(
-            source=row["source"],
-            causal=bool(row["causal"]),
-            q_begin=row["q_begin"],
-            q_end=row["q_end"],
-            k_begin=row["k_begin"],
-            k_end=row["k_end"],
-            max_q=row["max_q"],
-            max_k=row["max_k"],
-            count=row["count"],
-            cu_q=cu_device[q_cut],
-            cu_k=cu_device[k_cut],
-            cu_q_cpu=cu_cpu[q_cut],
-            cu_k_cpu=cu_cpu[k_cut],
-            parts=tuple(read(part, ()) for part in parts),
+            source=layout.source,
+            causal=layout.causal,
+            q_begin=layout.q_begin,
+            q_end=layout.q_begin + sum(layout.q_lengths),
+            k_begin=layout.k_begin,
+            k_end=layout.k_begin + sum(layout.k_lengths),
+            max_q=max(layout.q_lengths),
+            max_k=max(layout.k_lengths),
+            count=len(layout.q_lengths),
+            cu_q=cu_q,
+            cu_k=cu_k,
+            cu_q_cpu=cu_q_cpu,
+            cu_k_cpu=cu_k_cpu,
+            parts=parts,
         )
 
-    return [read(row, its) for row, its in zip(rows, parts, strict=True)]
+    # Parts come before their launch, as in `every`.
+    pairs = zip(layouts, parts, strict=True)
+    return [launch(layout, tuple([launch(part) for part in its])) for layout, its in pairs]
 
 
-def _cut_long(row: dict[str, int], cu: np.ndarray) -> list[tuple[int, int]]:
-    """First sequence and end of each part of a launch; none without a long sequence."""
-    long = np.diff(cu[row["cu_q_at"] :][: row["count"] + 1]) >= LONG_TOKENS
-    if not (row["causal"] and row["source"] == FROM_OWN and long.any()):
+def _cut_long(layout: LaunchLayout) -> list[LaunchLayout]:
+    """The parts of a launch (`Launch.parts`)."""
+    long = np.asarray(layout.q_lengths) >= LONG_TOKENS
+    if not (layout.causal and layout.source == FROM_OWN and long.any()):
         return []
     # A part begins at each long sequence and after each.
-    begins = np.flatnonzero(long | np.append(True, long[:-1])).tolist()
-    return list(zip(begins, [*begins[1:], row["count"]], strict=True))
+    first = np.flatnonzero(long | np.append(True, long[:-1])).tolist()
+    found = []
+    for begin, end in pairwise([*first, len(long)]):
+        at, lengths = sum(layout.q_lengths[:begin]), layout.q_lengths[begin:end]
+        found.append(LaunchLayout(FROM_OWN, True, at, at, lengths, lengths))
+    return found

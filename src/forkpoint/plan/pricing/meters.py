@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from forkpoint.plan.pricing.cost import (
     visible_pairs,
 )
 from forkpoint.tree import (
-    LAUNCH_COLUMNS,
     LONG_TOKENS,
     REPEATED_BYTES,
     Microbatch,
@@ -309,27 +307,20 @@ class AttentionLaunch(NamedTuple):
 def full_launches(plan: Plan, microbatch: Microbatch) -> list[AttentionLaunch]:
     """The launches of a microbatch's attention in a layer without a window, as tables have them."""
     table = full_table(plan.forest, microbatch, plan.cache_of)
-    cu = table.cu.tolist()
     found: list[AttentionLaunch] = []
-    for number, values in enumerate(table.launches.tolist()):
-        launch: dict[str, int] = dict(zip(LAUNCH_COLUMNS, values, strict=True))
-        causal, count = bool(launch["causal"]), launch["count"]
-        q, k = (cu[launch[f"cu_{s}_at"] :][: count + 1] for s in "qk")
-        equal = q[-1] == count * launch["max_q"] and k[-1] == count * launch["max_k"]
-        wide = equal and q[-1] * launch["max_k"] >= WIDE_PAIRS
-        kind: Kind = "causal" if causal else "wide" if wide else "rectangle"
+    for number, launch in enumerate(table.launches):
+        q, k = launch.q_lengths, launch.k_lengths
+        wide = len(set(q)) == len(set(k)) == 1 and sum(q) * k[0] >= WIDE_PAIRS
+        kind: Kind = "causal" if launch.causal else "wide" if wide else "rectangle"
         # The rate of each sequence by its own length: one may be a whole path, others short.
         every: dict[tuple[Kind, float], int] = {}
-        for at in range(count):
-            queries, keys = q[at + 1] - q[at], k[at + 1] - k[at]
-            length = queries if causal else keys
-            pairs = queries * (queries + 1) // 2 if causal else queries * keys
+        for queries, keys in zip(q, k, strict=True):
+            length = queries if launch.causal else keys
+            pairs = queries * (queries + 1) // 2 if launch.causal else queries * keys
             every[kind, length] = every.get((kind, length), 0) + pairs
-        further = launch["q_end"] - launch["q_begin"]
-        longest = (launch["max_k"], launch["max_q"])
-        long = sum(b - a >= LONG_TOKENS for a, b in pairwise(q)) if causal else 0
+        long = sum(queries >= LONG_TOKENS for queries in q) if launch.causal else 0
         first = AttentionLaunch(every, long_sequences=long)
-        found.append(AttentionLaunch(every, further, longest) if number else first)
+        found.append(AttentionLaunch(every, sum(q), (max(k), max(q))) if number else first)
     return found
 
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.tree import LONG_TOKENS
+from forkpoint.tree import FROM_CACHE, FROM_OWN, LONG_TOKENS, LaunchLayout, Table
 
 TINY_KEYS = 16
 FILLED_TOKENS = 8192
@@ -142,18 +141,15 @@ class Parts:
 
         q = draw(tokens, one.heads, one.head_dim)
         k, v = draw(tokens, one.kv_heads, one.head_dim), draw(tokens, one.kv_heads, one.value_dim)
-        cu = [length * i for i in range(count + 1)] + [tokens]
-        launches = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, count + 1]]
+        lengths = (*(length,) * count, 1)
+        launches = [LaunchLayout(FROM_OWN, True, 0, 0, lengths, lengths)]
         cache = None
         if keys:
             state = [draw(keys, one.kv_heads, d, False) for d in (one.head_dim, one.value_dim)]
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             cache = CacheSlice(*state, *(torch.zeros_like(x, dtype=wide) for x in state))
-            launches.append([1, 0, 0, tokens, 0, keys, tokens, keys, len(cu), len(cu) + 2, 1])
-            cu += [0, tokens, 0, keys]
-        table = AttentionTable.from_numpy(
-            np.array(launches), np.array(cu), device=self.clock.device
-        )
+            launches.append(LaunchLayout(FROM_CACHE, False, 0, 0, (tokens,), (keys,)))
+        table = AttentionTable(Table(tuple(launches)), device=self.clock.device)
         grad = draw(tokens, one.heads, one.value_dim, False)
 
         def forward() -> Tensor:
