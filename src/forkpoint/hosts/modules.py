@@ -19,11 +19,6 @@ class _Lists:
     def __init__(self) -> None:
         self.modules: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self.parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
-        self.whole: _Walk | None = None
-        """The walk of the first listed model."""
-
-    def clear(self) -> None:
-        self.modules, self.parameters, self.whole = {}, {}, None
 
 
 # A step reads every module a dozen times before its first microbatch, and listing them takes longer
@@ -45,29 +40,23 @@ def forget_lists() -> None:
     """Drop cached lists, because the model's modules have changed."""
     lists = _walks.get()
     if lists is not None:
-        lists.clear()
+        lists.modules.clear()
+        lists.parameters.clear()
 
 
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Names and modules of a model, itself with the name ""."""
-    lists = _walks.get()
-    if lists is None:
-        return _Walk(model).found
+    lists = _walks.get() or _Lists()
     if model not in lists.modules:
-        if lists.whole is None:
-            lists.whole = _Walk(model)
-        part = lists.whole.part(model)
-        lists.modules[model] = _Walk(model).found if part is None else part
+        lists.modules[model] = list(model.named_modules())
     return lists.modules[model]
 
 
 def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and parameters of a model."""
-    lists = _walks.get()
-    if lists is None:
-        return _parameters_of(model)
+    lists = _walks.get() or _Lists()
     if model not in lists.parameters:
-        lists.parameters[model] = _parameters_of(model)
+        lists.parameters[model] = list(model.named_parameters())
     return lists.parameters[model]
 
 
@@ -81,60 +70,6 @@ def plain_class(module: nn.Module) -> type:
     if len(bases) == 2 and bases[0].__name__ == "FSDPModule":
         return bases[1]
     return kind
-
-
-class _Walk:
-    """The modules of a model as `named_modules` lists them, without a generator for each level."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.found: list[tuple[str, nn.Module]] = []
-        self._depths: list[int] = []
-        self._places: dict[nn.Module, int] = {}
-        self._shares = False
-        """Whether a module occurs in several others. It is listed only in the first."""
-        pending: list[tuple[str, nn.Module | None, int]] = [("", model, 0)]
-        while pending:
-            name, module, depth = pending.pop()
-            if module is None:
-                continue
-            if module in self._places:
-                self._shares = True
-                continue
-            self._places[module] = len(self.found)
-            self.found.append((name, module))
-            self._depths.append(depth)
-            before = f"{name}." if name else ""
-            for child_name, child in reversed(module._modules.items()):
-                pending.append((before + child_name, child, depth + 1))
-
-    def part(self, module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-        """The list of a module within the model; None if a separate walk is needed."""
-        begin = self._places.get(module)
-        if begin == 0:
-            return self.found
-        if begin is None or self._shares:
-            return None
-        found, depth = [("", module)], self._depths[begin]
-        cut = len(self.found[begin][0]) + 1
-        for at in range(begin + 1, len(self.found)):
-            if self._depths[at] <= depth:
-                break
-            name, inner = self.found[at]
-            found.append((name[cut:], inner))
-        return found
-
-
-def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """As `named_parameters` lists them."""
-    found: list[tuple[str, nn.Parameter]] = []
-    seen: set[int] = set()
-    for where, module in every_module(model):
-        before = f"{where}." if where else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append((before + name, parameter))
-    return found
 
 
 def add_hook(
