@@ -68,24 +68,21 @@ def program_of(
     steps: list[Instruction] = []
     ends = ends or [HEAD] * len(parents)
     if scored:
-        steps += [Instruction(0, SCORE, n, n, ends[n], False) for n in range(len(parents))]
-    number = int(scored)
+        steps += [Instruction(SCORE, n, n, ends[n], False) for n in range(len(parents))]
 
     def run(node: int) -> None:
         end = early if recomputed[node] else ends[node]
-        steps.append(Instruction(number, FORWARD, node, node, end, not recomputed[node]))
+        steps.append(Instruction(FORWARD, node, node, end, not recomputed[node]))
         for child in range(node + 1, len(parents)):
             if parents[child] == node:
                 run(child)
         if recomputed[node]:
-            steps.append(Instruction(number, RECOMPUTE, node, node, ends[node]))
-        steps.append(Instruction(number, BACKWARD, node, node))
+            steps.append(Instruction(RECOMPUTE, node, node, ends[node]))
+        steps.append(Instruction(BACKWARD, node, node))
 
     for node, parent in enumerate(parents):
         if parent < 0:
             run(node)
-    if parents:
-        steps[-1] = steps[-1]._replace(last_backward=True)
     return Program(tuple(steps))
 
 
@@ -115,7 +112,6 @@ def check(aligned: Sequence[Program], programs: Sequence[Program]) -> None:
     common = [i._replace(microbatch=IDLE) for i in aligned[0].instructions]
     for program in aligned:
         assert [i._replace(microbatch=IDLE) for i in program.instructions] == common
-    assert sum(i.last_backward for i in common) == any(i.operation == BACKWARD for i in common)
     again = {i.slot for i in common if i.operation == RECOMPUTE}
     asked: set[int] = set()
     used: set[int] = set()
@@ -289,6 +285,6 @@ def test_large_shapes_are_aligned_in_time(kind: str) -> None:
     ],
 )
 def test_programs_that_are_not_nested(steps: list[tuple[str, int]], message: str) -> None:
-    program = Program(tuple(Instruction(0, operation, slot, slot) for operation, slot in steps))
+    program = Program(tuple(Instruction(operation, slot, slot) for operation, slot in steps))
     with pytest.raises(PlanError, match=message):
         align([program])

@@ -202,7 +202,7 @@ def check_schedule(plan: Plan) -> None:
     microbatch_of = microbatches_of_segments(plan)
     opened: list[int] = []
     forwards, closed = [], []
-    for _, operation, slot, index, *_ in plan.program.instructions:
+    for operation, slot, index, *_ in plan.program.instructions:
         assert slot == index
         if operation == "backward":
             assert opened.pop() == index

@@ -11,7 +11,7 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.program import BACKWARD, FORWARD
+from forkpoint.plan.program import BACKWARD, FORWARD, mark_last_backward
 from strategies import batches
 
 
@@ -30,20 +30,21 @@ def three_levels(**config: object) -> Plan:
 def test_the_program_of_a_coupled_loss_by_hand() -> None:
     plan = three_levels(activations="recompute")
     text = [
-        f"{i.pass_index} {i.operation} {i.microbatch} {i.ends_at}"
-        f"{'' if i.keeps_graph else ' dropped'}"
+        f"{i.operation} {i.microbatch} {i.ends_at}{'' if i.keeps_graph else ' dropped'}"
         for i in plan.program.instructions
     ]
     assert text == [
-        *("0 score 0 boundary dropped", "0 score 1 boundary dropped", "0 score 2 head dropped"),
-        *("0 score 3 boundary dropped", "0 score 4 head dropped"),
-        *("1 forward 0 boundary dropped", "1 forward 1 boundary dropped"),
-        *("1 forward 2 head", "1 backward 2 head"),
-        *("1 recompute 1 boundary", "1 backward 1 head", "1 forward 3 boundary dropped"),
-        *("1 forward 4 head", "1 backward 4 head", "1 recompute 3 boundary", "1 backward 3 head"),
-        *("1 recompute 0 boundary", "1 backward 0 head"),
+        *("score 0 boundary dropped", "score 1 boundary dropped", "score 2 head dropped"),
+        *("score 3 boundary dropped", "score 4 head dropped"),
+        *("forward 0 boundary dropped", "forward 1 boundary dropped"),
+        *("forward 2 head", "backward 2 head"),
+        *("recompute 1 boundary", "backward 1 head", "forward 3 boundary dropped"),
+        *("forward 4 head", "backward 4 head", "recompute 3 boundary", "backward 3 head"),
+        *("recompute 0 boundary", "backward 0 head"),
     ]
-    assert [i.last_backward for i in plan.program.instructions] == [False] * 17 + [True]
+    assert plan.program.instructions == (*plan.program.scores, *plan.program.training)
+    marked = mark_last_backward(plan.program.training)
+    assert [i.last_backward for i in marked] == [False] * 12 + [True]
     assert plan.events()[:2] == ("score prefix 0", "score prefix 1")
     assert plan.events()[-2:] == ("recompute prefix 0", "backward prefix 0")
 

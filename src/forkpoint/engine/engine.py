@@ -43,7 +43,7 @@ from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import RankStep
 from forkpoint.plan.media import CommonEncoders
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import Instruction, Program
+from forkpoint.plan.program import Instruction, Program, mark_last_backward
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -295,7 +295,7 @@ class Engine:
         values = TokenValues(names, plan, self.batch, host.loss_dtype, host.device)
         used: list[Feature] = [each for each in (*features, self.routing) if each is not None]
         loss = Executor(self.transaction, host, plan, self.inputs, config, used).run(
-            instructions,
+            mark_last_backward(instructions),
             values,
             cache,
             entropy=entropy,

@@ -139,7 +139,7 @@ class Agreement:
         digest = ""
         if self.lockstep:
             shape = "".join(
-                f"{i.pass_index}{i.operation}{i.slot}{i.ends_at}{i.keeps_graph};"
+                f"{i.operation}{i.slot}{i.ends_at}{i.keeps_graph};"
                 for i in self.program.instructions
             )
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()

@@ -113,7 +113,7 @@ def _align(
             ends[slot] = max(ends[slot], node.ends)
     score_ends = [[ENDS.index(i.ends_at) for i in program.scores] for program in programs]
     scores = [
-        Instruction(0, SCORE, slot, IDLE, ENDS[max(found)], keeps_graph=False)
+        Instruction(SCORE, slot, IDLE, ENDS[max(found)], keeps_graph=False)
         for slot, found in enumerate(zip_longest(*score_ends, fillvalue=0))
     ]
     # If no rank ends forwards inside the last block, the host cannot, so idle ranks run the whole
@@ -124,7 +124,6 @@ def _align(
         [ENDS[end] for end in ends],
         again,
         early=BLOCKS if late else BOUNDARY,
-        pass_index=int(len(scores) > 0),
     )
     found: list[Program] = []
     for program, own, shape in zip(programs, nodes, shapes, strict=True):
@@ -144,7 +143,7 @@ def nodes_of(program: Program) -> list[Node]:
     """
     found: list[Node] = []
     opened: list[tuple[int, int]] = []
-    for at, (_, operation, slot, microbatch, ends, *_) in enumerate(program.training):
+    for at, (operation, slot, microbatch, ends, *_) in enumerate(program.training):
         if operation == FORWARD:
             parent = opened[-1][1] if opened else NO_PARENT
             opened.append((slot, len(found)))

@@ -18,7 +18,6 @@ from forkpoint.plan.program import (
     RELEASE,
     Instruction,
     Program,
-    mark_last_backward,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Absent, Media
@@ -201,9 +200,8 @@ def with_encoders(
     end = ENCODE_BACKWARD if training and trains else RELEASE
     keeps = end == ENCODE_BACKWARD and not again
     found: list[Instruction] = []
-    of_media = Instruction(0, ENCODE, IDLE, IDLE, keeps_graph=False)
+    of_media = Instruction(ENCODE, IDLE, IDLE, keeps_graph=False)
     for at, instruction in enumerate(instructions):
-        of_media = of_media._replace(pass_index=instruction.pass_index)
         for call in begins.get(at, ()):
             found.append(of_media._replace(media=call, keeps_graph=keeps))
         found.append(instruction)
@@ -214,4 +212,4 @@ def with_encoders(
         call = tuple(sorted(range(len(media)), key=lambda n: media[n].tokens)[:1])
         found.append(of_media._replace(media=call, keeps_graph=keeps))
         found.append(of_media._replace(operation=end, media=call))
-    return mark_last_backward(found).instructions
+    return tuple(found)

@@ -33,7 +33,6 @@ from forkpoint.plan.program import (
     Instruction,
     Program,
     check_order,
-    mark_last_backward,
     score_program,
     step_program,
     waits_for,
@@ -398,7 +397,7 @@ class Plan:
         """
         check_order(self.waits_for(), order)
         chosen = [i for at in order for i in self.program.units[at]]
-        found = self._in_order(mark_last_backward((*self.program.scores, *chosen)))
+        found = self._in_order(Program((*self.program.scores, *chosen)))
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
     def check_batch(self, batch: RolloutBatch) -> None:

@@ -9,8 +9,6 @@ order is known (`plan.cache`).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from forkpoint.errors import PlanError
@@ -34,9 +32,6 @@ PHASES: tuple[str, ...] = (PREFIX_FORWARD, LEAF, PREFIX_BACKWARD)
 class Instruction(NamedTuple):
     """One operation on one microbatch."""
 
-    pass_index: int
-    """The pass over the microbatches that it belongs to, from 0. A loss that couples rollouts of
-    several microbatches needs two: scores, then forwards and backwards."""
     operation: str
     """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for activations that
     were not kept. BACKWARD. SHARE: ranks send prefix caches of prompts to one another. RETURN:
@@ -56,7 +51,8 @@ class Instruction(NamedTuple):
     """Whether autograd keeps the activations of a forward for its backward. False for scores, and
     for a forward that is repeated by a RECOMPUTE or an ENCODE_BACKWARD."""
     last_backward: bool = False
-    """Whether it is the last backward of the step, after which gradients may be reduced."""
+    """Whether it is the last backward of the step, after which gradients may be reduced. It is set
+    when a pass runs (`mark_last_backward`)."""
     media: tuple[int, ...] = ()
     """Media that one call encodes, as indices into the media of the batch; empty if idle."""
 
@@ -88,15 +84,13 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions in their order."""
+    """Instructions in their order.
+
+    A loss that couples rollouts of several microbatches needs two passes over the microbatches:
+    scores, then forwards and backwards.
+    """
 
     instructions: tuple[Instruction, ...] = ()
-
-    @cached_property
-    def passes(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The instructions of each pass."""
-        by_pass = groupby(self.instructions, key=attrgetter("pass_index"))
-        return tuple(tuple(instructions) for _, instructions in by_pass)
 
     @cached_property
     def units(self) -> tuple[tuple[Instruction, ...], ...]:
@@ -142,14 +136,11 @@ def _scores(instruction: Instruction) -> bool:
     return operation == SCORE or (operation == SHARE and not instruction.keeps_graph)
 
 
-def mark_last_backward(instructions: Iterable[Instruction]) -> Program:
-    """The program of these instructions, with its last backward marked as the last of the step."""
-    found = [i._replace(last_backward=False) for i in instructions]
-    backwards = (at for at, i in enumerate(found) if i.operation in (BACKWARD, ENCODE_BACKWARD))
-    last = max(backwards, default=None)
-    if last is not None:
-        found[last] = found[last]._replace(last_backward=True)
-    return Program(tuple(found))
+def mark_last_backward(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions of a pass, with the last backward marked as the last of the step."""
+    ends = (BACKWARD, ENCODE_BACKWARD)
+    last = max((at for at, i in enumerate(instructions) if i.operation in ends), default=None)
+    return tuple(i._replace(last_backward=at == last) for at, i in enumerate(instructions))
 
 
 def phase_of(operation: str, microbatch: Microbatch) -> str:
@@ -177,18 +168,12 @@ def step_program(
         [_ends(m, leaves_early) for m in microbatches],
         [m.activations == "recompute" for m in microbatches],
         early=BOUNDARY if leaves_early else BLOCKS,
-        pass_index=int(scores),
     )
     return Program((*first, *training))
 
 
 def nested_instructions(
-    parents: Sequence[int],
-    ends: Sequence[str],
-    again: Sequence[bool],
-    *,
-    early: str,
-    pass_index: int,
+    parents: Sequence[int], ends: Sequence[str], again: Sequence[bool], *, early: str
 ) -> list[Instruction]:
     """Forwards and backwards of slots, with each slot's children between its forward and its
     backward.
@@ -203,14 +188,12 @@ def nested_instructions(
         while opened and opened[-1] != parent:
             closed = opened.pop()
             if again[closed]:
-                found.append(Instruction(pass_index, RECOMPUTE, closed, closed, ends[closed]))
-            found.append(Instruction(pass_index, BACKWARD, closed, closed))
+                found.append(Instruction(RECOMPUTE, closed, closed, ends[closed]))
+            found.append(Instruction(BACKWARD, closed, closed))
         if slot < len(parents):
             end = early if again[slot] else ends[slot]
-            found.append(Instruction(pass_index, FORWARD, slot, slot, end, not again[slot]))
+            found.append(Instruction(FORWARD, slot, slot, end, not again[slot]))
             opened.append(slot)
-    if found:
-        found[-1] = found[-1]._replace(last_backward=True)
     return found
 
 
@@ -219,7 +202,7 @@ def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = Tr
     order."""
     return Program(
         tuple(
-            Instruction(0, SCORE, m.index, m.index, _ends(m, leaves_early), keeps_graph=False)
+            Instruction(SCORE, m.index, m.index, _ends(m, leaves_early), keeps_graph=False)
             for m in microbatches
         )
     )

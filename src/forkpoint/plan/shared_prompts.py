@@ -21,7 +21,6 @@ from forkpoint.plan.program import (
     SHARE,
     Instruction,
     Program,
-    mark_last_backward,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree import Microbatch
@@ -209,18 +208,14 @@ def around_and_inside(around: Program, inside: Program, *, scores: bool) -> Prog
         inside: all other work.
         scores: whether a pass of scores comes first on any rank.
     """
-    number = int(scores)
-    share = Instruction(number, SHARE, 0, IDLE)
+    share = Instruction(SHARE, 0, IDLE)
     found: list[Instruction] = []
     if scores:
-        unrecorded = share._replace(pass_index=0, keeps_graph=False)
-        found += [*around.scores, unrecorded, *inside.scores]
+        found += [*around.scores, share._replace(keeps_graph=False), *inside.scores]
     opening = [i for i in around.training if i.operation == FORWARD]
     closing = [i for i in around.training if i.operation != FORWARD]
     back = share._replace(operation=RETURN)
-    training = [*opening, share, *inside.training, back, *closing]
-    found += [i._replace(pass_index=number) for i in training]
-    return mark_last_backward(found)
+    return Program((*found, *opening, share, *inside.training, back, *closing))
 
 
 def split_at_exchanges(program: Program) -> tuple[Program, Program]:
