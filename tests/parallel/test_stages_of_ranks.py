@@ -2,6 +2,7 @@
 one process."""
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases_of_ranks import MIXTURE, Case, check, named, over_replicas
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import (
     DEEP,
@@ -63,6 +64,23 @@ def adapted(model: Any) -> None:
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
+def adapted_embeddings(model: Any) -> Any:
+    """LoRA on the embeddings, whose module is then one of peft."""
+    torch.manual_seed(5)
+    targets = ["q_proj", "embed_tokens"]
+    adapters = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, where the embeddings are tied
+        return get_peft_model(model, adapters).double()
+
+
+def saved_embeddings(model: Any) -> Any:
+    """A trained copy of the embeddings, beside the frozen ones."""
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    ).double()
+
+
 TIED = {"tie_word_embeddings": True}
 RECOMPUTED = replace(DEEP, activations="recompute")
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
@@ -80,6 +98,9 @@ CASES: dict[str, Case] = {
     "logprobs": of(step=through_logprobs),
     "a function": of(loss=own_loss),
     "adapters": of(alone=adapted),
+    "adapters of embeddings": of(pp=3, around=adapted_embeddings),
+    "adapters of tied embeddings": of(pp=3, around=adapted_embeddings, sizes=TIED),
+    "trained copies of embeddings": of(around=saved_embeddings),
     "no sharing": of(config=Config(sharing="none")),
     "within": of(config=Config(sharing="tree", boundary="within")),
     "mixed": of(config=replace(DEEP, boundary="mixed")),

@@ -168,11 +168,12 @@ class TransformersStage(HeldStage):
                 if isinstance(getattr(decoder, name, None), nn.Module):
                     setattr(decoder, name, PassedLayer(gate))
             _drop_weight(head, device)
-        if not stage.is_first and not (gate.tied and stage.is_last):
-            _drop_weight(embeddings, device)
         if not stage.is_first:
-            for module in idle:  # encoders of images
-                _drop_weight(module, device)
+            # Adapters are modules below the embeddings. The head of the last stage may have the
+            # weight of the embeddings, but not these.
+            kept = embeddings.weight if gate.tied and stage.is_last else None
+            for module in [*embeddings.modules(), *idle]:  # encoders of images are idle
+                _drop_weight(module, device, kept)
 
     def _undo_layout(self, stage: Stage) -> None:
         """Replace transformers' substitutes for the head and the embeddings.
@@ -227,10 +228,13 @@ def _head(core: Any) -> nn.Module:
     return core.score if hasattr(core, "score") else core.get_output_embeddings()
 
 
-def _drop_weight(module: nn.Module, device: torch.device) -> None:
-    """Replace each parameter of a module by zeros without memory that are not split over ranks."""
-    vars(module).pop("forward", None)  # of tensor parallelism
-    for name, parameter in list(module.named_parameters(recurse=False)):
+def _drop_weight(module: nn.Module, device: torch.device, kept: Tensor | None = None) -> None:
+    """Replace each parameter of a module, except `kept`, by zeros without memory that are not split
+    over ranks. Submodules do not change."""
+    dropped = [(n, p) for n, p in module.named_parameters(recurse=False) if p is not kept]
+    if dropped:
+        vars(module).pop("forward", None)  # of tensor parallelism
+    for name, parameter in dropped:
         zero = torch.zeros((), dtype=parameter.dtype, device=device)
         del module._parameters[name]
         module.register_buffer(name, zero.expand(parameter.shape), persistent=False)
