@@ -236,12 +236,8 @@ def ten_thousand() -> Paths:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tokens", "parts"), [(None, False), (2_000, True)], ids=["one microbatch", "several"]
-)
-def test_ten_thousand_rollouts_on_512_ranks(
-    ten_thousand: Paths, tokens: int | None, parts: bool
-) -> None:
+@pytest.mark.parametrize("tokens", [None, 2_000], ids=["one microbatch", "several"])
+def test_ten_thousand_rollouts_on_512_ranks(ten_thousand: Paths, tokens: int | None) -> None:
     """Within a second once the forest is built; the best of three counts, cores may be busy."""
     paths = ten_thousand
     forest, rates = paths.forest(), Rates.of(SHAPE)
@@ -255,8 +251,6 @@ def test_ten_thousand_rollouts_on_512_ranks(
     priced = Priced.of(paths, forest, rates)
     load = priced.items(rank, 512).whole
     assert load.max() < 1.05 * load.mean()
-    # What takes longest is the exchange of small parts, where ranks have several microbatches.
-    assert (len(np.unique(np.stack([paths.groups, rank]), axis=1).T) > 2_500) == parts
 
 
 def test_a_calibration_without_a_model(tmp_path: Path) -> None:

@@ -24,16 +24,9 @@ if TYPE_CHECKING:
 
 Model = ModelShape | Mapping[str, Any] | str | Path | None
 
-HALVES = 2
-"""Groups that cost more than 1 / HALVES of a rank's equal share are split."""
-EVEN = 1.02
-"""No group is split if the highest load is at most this multiple of the mean."""
-UNEVEN = 1.05
-"""Smaller parts are tried if the predicted step exceeds this multiple of an equal share."""
-PARTS = 20
-"""Smaller parts are cut again while they cost more than 1 / PARTS of an equal share."""
-NEAR = 1.05
-"""Exchanges of items start from placements that cost at most this multiple of the cheapest."""
+PARTS = (2, 20)
+"""Groups are split if they cost more than 1 / 2 of a rank's equal share, which evens loads, or more
+than 1 / 20, whose parts fill the slots of all ranks."""
 MOST_RANKS = 1 << 17
 """Largest number of ranks. The time of a placement grows with it, to half a minute."""
 
@@ -168,41 +161,18 @@ def place_paths(
         return np.zeros(len(groups), np.int64)
     longest = int(paths.order.edges.max(initial=1))
     capacity = max_microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, longest)
-
-    def cost_of(rank: IntArray) -> int:
-        return lockstep_cost(priced, rank, ranks, capacity)
-
-    def is_uneven(costs: list[int]) -> bool:
-        """Whether every placement so far costs much more than an equal share."""
-        return min(costs) * ranks > UNEVEN * priced.total
-
     share = priced.total // ranks
-    placed = [greedy(priced.items(groups), ranks)]
-    most, mean = int(placed[0].load.max()), int(placed[0].load.sum()) / ranks
-    if not whole_groups and most > EVEN * mean:
-        halves = greedy(priced.items(priced.split(share // HALVES)), ranks)
-        if int(halves.load.max()) < most:
-            placed.append(halves)
+    parts = [] if whole_groups else [priced.split(share // number) for number in PARTS]
+    placed = [greedy(priced.items(item), ranks) for item in (groups, *parts)]
+    # The first of equally good placements is used, so whole groups come first.
+    found = [placement.rank_of_rollouts for placement in placed]
+    found += [reshaped(priced, way, capacity)[way.items.item] for way in placed]
     # Simple placements, as upper limits of the cost.
     lengths = np.ones(len(groups), np.int64)
     lengths[paths.order.rollouts] += paths.order.edges
-    found = [in_order(groups, ranks, whole_groups=whole_groups)]
+    found.append(in_order(groups, ranks, whole_groups=whole_groups))
     found.append(by_tokens(groups, lengths, ranks))
-    costs = [cost_of(rank) for rank in found]
-    own = [cost_of(way.rank_of_rollouts) for way in placed]
-    if not whole_groups and is_uneven(costs + own):
-        # Small parts of groups fill the slots of ranks evenly.
-        parts = greedy(priced.items(priced.split(share // PARTS)), ranks)
-        if len(parts.items) > len(placed[-1].items):
-            placed.append(parts)
-            own.append(cost_of(parts.rank_of_rollouts))
-    for way, cost in zip(placed, own, strict=True):
-        if cost <= NEAR * min(own):
-            found.append(reshaped(priced, way, capacity)[way.items.item])
-            costs.append(cost_of(found[-1]))
-    # The first of equally good placements is used, so whole groups come first.
-    found = [*(way.rank_of_rollouts for way in placed), *found]
-    costs = own + costs
+    costs = [lockstep_cost(priced, rank, ranks, capacity) for rank in found]
     return found[costs.index(min(costs))]
 
 

@@ -173,17 +173,14 @@ A_SLOT = 0.1
 spread over many ranks, and the last slot would stay."""
 SQUARINGS = 3
 """Number of squarings: the norm's exponent is 2 ** SQUARINGS."""
-MANY_PIECES, MOST_PIECES = 48, 400
-"""Limits of a rank's number of pieces. Above the first, ranks have many full microbatches and
-little to gain, so fewer pairs are tried. Above the second, none are."""
 MOST_ITEMS = 6
 """Number of a rank's items that are tried, spread from the smallest to the largest."""
-TRIES, FEW_TRIES = 640, 64
-"""Number of pairs of ranks that are tried, and the number if ranks have many pieces."""
-PATIENCE = 30
+TRIES, WORK = 640, 500_000
+"""Largest number of pairs of ranks that are tried, and that number times the square of a rank's
+pieces. Ranks with many pieces have many full microbatches, so they have little to gain, and a try
+takes longer."""
+PATIENCE = 10
 """Number of failed attempts after which a rank is not tried again."""
-WORTH = 0.01
-"""Nothing is exchanged if the cost of slots exceeds the ranks' mean by at most this fraction."""
 SLACK = 200
 """An exchange may raise a rank's load to at most 1 + 1 / SLACK times the highest load."""
 
@@ -191,15 +188,8 @@ SLACK = 200
 def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
     """Exchange items so that costs of ranks' microbatches become more equal. Returns [I], rank by
     item."""
-    items, ranks = placement.items, len(placement.load)
-    cutter = Cutter(priced, items, capacity)
-    pieces = cutter.pieces(placement.rank, np.arange(len(items)))
-    most = int(np.bincount(pieces.row, minlength=1).max())
-    if ranks == 1 or most > MOST_PIECES:
-        return placement.rank
-    search = _Exchanges(placement, cutter)
-    if search.gains:
-        search.run(TRIES if most <= MANY_PIECES else FEW_TRIES)
+    search = _Exchanges(placement, Cutter(priced, placement.items, capacity))
+    search.run()
     return search.rank
 
 
@@ -218,20 +208,20 @@ class _Exchanges:
         bounds = np.searchsorted(self.rank[by_size], np.arange(1, self.ranks))
         self.of_rank = [found.tolist() for found in np.split(by_size, bounds)]
         """[R] items of each rank, in the order of cost."""
-        table = self._packed(self.rank, np.arange(len(items)), self.ranks, None)
-        used = table.max(axis=0)
-        self.bins = int((used > 0).sum()) + 1
-        self.gains: bool = int(used.sum()) * self.ranks > int(table.sum()) * (1 + WORTH)
-        """Whether the cost of slots exceeds that of their microbatches enough."""
+        pieces = cutter.pieces(self.rank, np.arange(len(items)))
+        most = max(1, int(np.bincount(pieces.row, minlength=1).max()))
+        self.tries: int = min(TRIES, WORK // most**2)
+        table = packed(*pieces.table(self.ranks), self.capacity)
+        self.bins = int((table > 0).any(axis=0).sum()) + 1
         self.scale = float(max(1, int(table.max())))
         self.powers = self._powers(table[:, : self.bins])
         self.norms: FloatArray = self.powers.sum(axis=0)
 
-    def run(self, tries: int) -> None:
+    def run(self) -> None:
         """Exchange items of the costliest rank, until no rank finds an improvement or after
         `tries`."""
         failed = np.zeros(self.ranks, np.int64)
-        for turn in range(tries):
+        for turn in range(self.tries):
             # Each rank's share of the objective's gradient.
             slope = _root(self.norms) / np.maximum(self.norms, 1e-300)
             share = np.where(failed < PATIENCE, (self.powers * slope).sum(axis=1), 0.0)
@@ -261,7 +251,8 @@ class _Exchanges:
             left = [item for item in (*self.of_rank[rank], new) if item not in (gone, self.none)]
             items += left
             rows += [row] * len(left)
-        table = self._packed(np.asarray(rows), np.asarray(items), len(sides), self.bins)
+        pieces = self.cutter.pieces(np.asarray(rows), np.asarray(items))
+        table = packed(*pieces.table(len(sides)), self.capacity, self.bins)
         powers = self._powers(table).reshape(len(moves), 2, -1)
         rest = self.norms - self.powers[pair].sum(axis=0)
         norms = np.maximum(rest + powers.sum(axis=1), 0.0)
@@ -296,10 +287,6 @@ class _Exchanges:
             for give, take in product(*some)
             if give != take and -room[0] <= self.own[give] - self.own[take] <= room[1]
         ]
-
-    def _packed(self, row: IntArray, item: IntArray, rows: int, bins: int | None) -> IntArray:
-        """[rows, bins] costs of the microbatches of ranks with these items."""
-        return packed(*self.cutter.pieces(row, item).table(rows), self.capacity, bins)
 
     def _powers(self, table: IntArray) -> FloatArray:
         found = (table / self.scale + A_SLOT) * (table > 0)
