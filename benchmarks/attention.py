@@ -169,7 +169,6 @@ class Inputs:
             parent=-1,
             segments=tuple(order),
             segment_begin=tuple(begins[:-1]),
-            cache_begin=(-1,) * len(order),
             children=(),
             tokens=begins[-1],
         )

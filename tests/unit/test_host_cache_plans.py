@@ -9,7 +9,7 @@ from forkpoint import Config
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, builder, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
+from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
@@ -40,7 +40,7 @@ def on_device() -> Plan:
 def test_layers_move_where_nothing_fits(on_device: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """As few as it takes; the last one too many for the budget is said to be."""
     monkeypatch.setattr(builder, "LEAST_MICROBATCH_TOKENS", ACROSS.max_microbatch_tokens)
-    assert on_device.host_layers == 0 and on_device.cache_copies is None
+    assert on_device.host_layers == 0
     layer = layer_cache_bytes(on_device.cache_tokens, SHAPE)
     peak = on_device.predicted_peak_bytes or 0
     for moved in (1, 5, LAYERS - LAYERS_HERE):
@@ -165,9 +165,8 @@ def test_a_step_takes_as_long_as_its_copies() -> None:
         config = replace(config, prefix_cache="device")
         found[f"{name}, here"] = make_plan(SMALL_BATCH, SMALL, config, calibration=measured)
     plan = found["slow"]
-    copies = plan.cache_copies
-    assert copies is not None and len(plan.microbatches) == 4
-    moved = [copies.of(i) for i in plan.program.instructions]
+    assert plan.host_layers and len(plan.microbatches) == 4
+    moved = [plan.copied_bytes(i) for i in plan.program.instructions]
     expected = sum(max(out, back) + back / SMALL.attention_layers for out, back in moved) / 1e2
     assert plan.cost == pytest.approx(expected, rel=0.01)
     assert plan.cost > 100 * found["fast"].cost
@@ -179,7 +178,7 @@ def test_copies_are_of_what_is_read_and_captured() -> None:
     plan = planned(prefix_cache="host", activations="recompute")
     shape = plan.shape
     assert shape is not None
-    copies = CacheCopies(shape, LAYERS, plan.forest, plan.microbatches)
+    assert plan.host_layers == LAYERS
     state, total = shape.boundary_bytes_per_token, shape.boundary_gradient_bytes_per_token
     for instruction in plan.program.instructions:
         microbatch = plan.microbatches[instruction.microbatch]
@@ -190,7 +189,7 @@ def test_copies_are_of_what_is_read_and_captured() -> None:
             "recompute": (0, read * state),
             "backward": (read * total, read * (state + total) + own * total),
         }
-        assert copies.of(instruction) == expected[instruction.operation]
+        assert plan.copied_bytes(instruction) == expected[instruction.operation]
 
 
 def test_ancestors_outside_of_a_microbatch() -> None:

@@ -72,7 +72,7 @@ def test_slots_follow_the_order() -> None:
     plan = three_levels().with_program(scores=False)
 
     def slots(plan: Plan) -> list[int]:
-        return [m.cache_begin[0] for m in plan.microbatches]
+        return [plan.cache_of.get(m.segments[0], -1) for m in plan.microbatches]
 
     # One prompt after the other: both have the same slots, above those of what they share.
     assert (slots(plan), plan.cache_tokens) == ([0, 4, -1, 4, -1], 7)
@@ -105,9 +105,8 @@ def check_slots(plan: Plan) -> int:
     """Captures that live at once are apart, within the stated bound; the most slots in use."""
     captured = [
         [
-            (begin, begin + int(plan.forest.length[s]))
-            for s, begin in zip(m.segments, m.cache_begin, strict=True)
-            if begin >= 0
+            (plan.cache_of[s], plan.cache_of[s] + int(plan.forest.length[s]))
+            for s in plan.captured(m)
         ]
         for m in plan.microbatches
     ]
@@ -141,9 +140,7 @@ def test_in_any_order_slots_do_not_clash(
     assert check_slots(nested) == nested.cache_tokens, "no more than what lives at once"
     assert check_slots(plan) <= plan.cache_tokens
     again = plan.with_program(scores=plan.program.has_scores)
-    assert [m.cache_begin for m in again.microbatches] == [
-        m.cache_begin for m in nested.microbatches
-    ]
+    assert again.cache_of == nested.cache_of and again.state_of == nested.state_of
     assert again.cache_tokens == nested.cache_tokens
 
 

@@ -10,11 +10,12 @@ ranks, and each rank adds those of its heads to those in its prefix cache.
 import torch
 
 from forkpoint.engine.feature import Feature
-from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.microbatches import MicrobatchInputs, cache_run
 from forkpoint.engine.prefix_cache import PrefixCache, joined
 from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, SCORE, Instruction
+from forkpoint.tree import Microbatch
 
 
 class GatheredCache(Feature):
@@ -41,7 +42,7 @@ class GatheredCache(Feature):
         with torch.no_grad():
             for key in cache.layout():
                 heads, _ = cache.read(key)
-                for begin, end in _runs(inputs):
+                for begin, end in self._runs(inputs.microbatch):
                     found = self._places.all_heads(heads[begin:end])
                     cache.whole.write(key, found, [(0, end - begin, begin)])
 
@@ -56,12 +57,9 @@ class GatheredCache(Feature):
                 _, heads = cache.read(key)
                 _, whole = cache.whole.read(key)
                 assert heads is not None and whole is not None
-                for begin, end in _runs(inputs):
+                for begin, end in self._runs(inputs.microbatch):
                     heads[begin:end] += self._places.sum_of_heads(whole[begin:end])
 
-
-def _runs(inputs: MicrobatchInputs) -> list[tuple[int, int]]:
-    """Runs of cache slots of a microbatch, adjacent ones joined."""
-    its = inputs.microbatch
-    begins = zip(its.cache_begin, its.lengths.tolist(), strict=True)
-    return joined((begin, begin + length) for begin, length in begins if begin >= 0)
+    def _runs(self, microbatch: Microbatch) -> list[tuple[int, int]]:
+        """Runs of cache slots of a microbatch, adjacent ones joined."""
+        return joined(cache_run(self._plan, s) for s in self._plan.captured(microbatch))

@@ -91,8 +91,8 @@ class CacheView:
         microbatches have read it."""
         self.cache = cache
         self.capture: Capture | None = None
-        if microbatch.keeps_boundary:
-            self.capture = Capture(cache, _capture_runs(plan, microbatch), open=captures)
+        if runs := _capture_runs(plan, microbatch):
+            self.capture = Capture(cache, runs, open=captures)
         self._plan = plan
         self._microbatch = microbatch
         self._tables: dict[tuple[int, bool], AttentionTable] = {}
@@ -183,11 +183,10 @@ def cache_run(plan: Plan, segment: int) -> tuple[int, int]:
 
 def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, int]]:
     runs: list[tuple[int, int, int]] = []
-    for segment, place, at in zip(
-        microbatch.segments, microbatch.segment_begin, microbatch.cache_begin, strict=True
-    ):
-        if at < 0:
+    for segment, place in zip(microbatch.segments, microbatch.segment_begin, strict=True):
+        if segment not in plan.cache_of:
             continue
+        at = plan.cache_of[segment]
         end = place + int(plan.forest.length[segment])
         if runs and runs[-1][1] == place and runs[-1][2] + place - runs[-1][0] == at:
             runs[-1] = (runs[-1][0], end, runs[-1][2])

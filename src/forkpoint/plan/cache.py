@@ -18,51 +18,42 @@ children read.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 from forkpoint.plan.program import BACKWARD, FORWARD, RETURN, SHARE, Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
 
+class CacheLayout(NamedTuple):
+    """Slots of the prefix cache, by segment."""
+
+    tokens: Mapping[int, int]
+    """First slot of each segment that other microbatches read. A slot holds the data of one token
+    in all layers."""
+    tokens_used: int
+    """Largest number of these slots at a time."""
+    states: Mapping[int, int]
+    """Slot of each segment that a segment of another microbatch starts from. States have separate
+    slots."""
+    states_used: int
+
+
 def allocate_cache(
     forest: Forest, microbatches: Sequence[Microbatch], program: Program
-) -> tuple[tuple[Microbatch, ...], int, int]:
+) -> CacheLayout:
     """Assign cache slots to every segment that another microbatch reads.
 
     Args:
         microbatches: those of the plan, by their index.
         program: their instructions, in the order in which they run.
-
-    Returns:
-        The microbatches with `cache_begin` and `state_index` set, and the numbers of cache slots
-        for tokens and for states.
     """
     read, forks = captured_segments(forest, microbatches)
-    readable = [microbatch for microbatch in microbatches if microbatch.children]
-    tokens = {
-        m.index: sum(int(forest.length[s]) for s in m.segments if s in read) for m in readable
-    }
-    states = {m.index: sum(s in forks for s in m.segments) for m in readable}
-    begin_of, cache_tokens = _first_fit(tokens, program, microbatches)
-    state_of, cache_states = _first_fit(states, program, microbatches)
-    placed: list[Microbatch] = []
-    for microbatch in microbatches:
-        if not microbatch.children:  # none reads it
-            placed.append(microbatch)
-            continue
-        at, state = begin_of.get(microbatch.index, 0), state_of.get(microbatch.index, 0)
-        begins, indices = [], []
-        for segment in microbatch.segments:
-            begins.append(at if segment in read else -1)
-            at += int(forest.length[segment]) if segment in read else 0
-            indices.append(state if segment in forks else -1)
-            state += segment in forks
-        found = tuple(begins), tuple(indices)
-        if found != (microbatch.cache_begin, microbatch.state_index):
-            microbatch = replace(microbatch, cache_begin=found[0], state_index=found[1])
-        placed.append(microbatch)
-    return tuple(placed), cache_tokens, cache_states
+    lengths = {segment: int(forest.length[segment]) for segment in read}
+    return CacheLayout(
+        *_first_fit(lengths, program, microbatches),
+        *_first_fit(dict.fromkeys(forks, 1), program, microbatches),
+    )
 
 
 def captured_segments(
@@ -93,19 +84,26 @@ def captured_segments(
 def _first_fit(
     sizes: Mapping[int, int], program: Program, microbatches: Sequence[Microbatch]
 ) -> tuple[dict[int, int], int]:
-    """The first slot of each microbatch that needs slots, and the total number of slots."""
+    """The first slot of each segment that needs slots, and the total number of slots.
+
+    `sizes`: number of slots by segment.
+    """
+    own = {m.index: [s for s in m.segments if s in sizes] for m in microbatches if m.children}
     received = [m.index for m in microbatches if m.shared_prompt == "received"]
     slots = _Slots()
     begin_of: dict[int, int] = {}
     for instruction in program.training:
         operation = instruction.operation
         exchanged = received if instruction.exchanges else [instruction.microbatch]
-        for microbatch in exchanged:
-            size = sizes.get(microbatch, 0)
+        for segments in (own.get(microbatch, []) for microbatch in exchanged):
+            size = sum(sizes[segment] for segment in segments)
             if size and operation in (FORWARD, SHARE):
-                begin_of[microbatch] = slots.take(size)
+                begin = slots.take(size)
+                for segment in segments:
+                    begin_of[segment] = begin
+                    begin += sizes[segment]
             elif size and operation in (BACKWARD, RETURN):
-                slots.free(begin_of[microbatch], size)
+                slots.free(begin_of[segments[0]], size)
     return begin_of, slots.most
 
 

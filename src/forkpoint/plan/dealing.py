@@ -94,8 +94,6 @@ def _of(leaf: Microbatch, segments: list[int], forest: Forest, entries_S: IntArr
         leaf,
         segments=tuple(segments),
         segment_begin=tuple(ends[:-1]),
-        cache_begin=(-1,) * len(segments),
-        state_index=(-1,) * len(segments),
         tokens=ends[-1],
         num_loss_entries=int(entries_S[segments].sum()),
     )

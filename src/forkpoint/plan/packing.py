@@ -233,8 +233,6 @@ def _finish(forest: Forest, drafts: list[_Draft]) -> list[Microbatch]:
                 parent=number.get(drafts[at].parent, -1),
                 segments=tuple(segments),
                 segment_begin=tuple(begins[:-1]),
-                cache_begin=(-1,) * len(segments),
-                state_index=(-1,) * len(segments),
                 children=tuple(number[child] for child in below.get(at, [])),
                 tokens=begins[-1],
                 shared_prompt=drafts[at].shared_prompt,

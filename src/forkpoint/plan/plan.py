@@ -2,10 +2,9 @@
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Literal, Self
 from weakref import WeakKeyDictionary
 
@@ -18,7 +17,7 @@ from rich.tree import Tree
 from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.host_cache import CacheCopies, layer_cache_bytes, outer_ancestors
+from forkpoint.plan.host_cache import layer_cache_bytes, outer_ancestors
 from forkpoint.plan.media import CommonEncoders, PlannedMedium, with_encoders
 from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
@@ -28,8 +27,10 @@ from forkpoint.plan.program import (
     BOUNDARY,
     ENCODE,
     ENCODE_BACKWARD,
+    FORWARD,
     OF_MEDIA,
     RECOMPUTE,
+    SCORE,
     Instruction,
     Program,
     check_order,
@@ -107,8 +108,12 @@ class Plan:
     program: Program = field(default_factory=Program)
     """Instructions of `forward_backward`. They begin with a pass of scores if the loss couples
     rollouts in several microbatches."""
+    cache_of: CacheSlots = field(default_factory=CacheSlots)
+    """First cache slot of every segment whose prefix cache other microbatches read."""
     cache_tokens: int = 0
     """Largest number of tokens in the prefix cache at a time."""
+    state_of: Mapping[int, int] = field(default_factory=dict)
+    """State slot of every segment that a segment of another microbatch starts from."""
     cache_states: int = 0
     """Largest number of states of segments at a time, in layers that carry a state."""
     rollouts: int = 0
@@ -218,19 +223,21 @@ class Plan:
         ends = np.append(self.forest.start + self.forest.length, 0)
         return ends[self.forest.leaf]
 
-    @cached_property
-    def cache_of(self) -> CacheSlots:
-        """First cache slot of every segment whose prefix cache other microbatches read."""
-        return CacheSlots(_taken((m.segments, m.cache_begin) for m in self.microbatches))
+    def captured(self, microbatch: Microbatch) -> list[int]:
+        """Segments of a microbatch whose prefix cache other microbatches read."""
+        return [segment for segment in microbatch.segments if segment in self.cache_of]
 
-    @cached_property
-    def state_of(self) -> dict[int, int]:
-        """State slot of every segment that a segment of another microbatch starts from."""
-        return _taken((m.segments, m.state_index) for m in self.microbatches)
+    def captured_tokens(self, microbatch: Microbatch) -> int:
+        """Number of tokens of a microbatch whose prefix cache other microbatches read."""
+        return int(self.forest.length[self.captured(microbatch)].sum())
 
     def ancestors_of(self, microbatch: Microbatch) -> set[int]:
         """Ancestors of the segments of a microbatch in other microbatches."""
         return outer_ancestors(self._parents, microbatch.segments)
+
+    def read_tokens(self, microbatch: Microbatch) -> int:
+        """Number of tokens in other microbatches whose prefix cache a microbatch reads."""
+        return int(self.forest.length[list(self.ancestors_of(microbatch))].sum())
 
     @cached_property
     def _parents(self) -> list[int]:
@@ -253,7 +260,7 @@ class Plan:
             microbatch = self.microbatches[instruction.microbatch]
             backward = instruction.operation == BACKWARD
             if microbatch.gathered and instruction.operation != RECOMPUTE:
-                nbytes += shape.gathered_bytes(microbatch.captured_tokens, backward=backward)
+                nbytes += shape.gathered_bytes(self.captured_tokens(microbatch), backward=backward)
             if microbatch.parts:
                 continue
             if instruction.ends_at == BOUNDARY and not backward:
@@ -264,12 +271,27 @@ class Plan:
             nbytes += sent * (2 if again else 1)
         return nbytes
 
-    @property
-    def cache_copies(self) -> CacheCopies | None:
-        """Copies of prefix caches to host memory and back; None without any."""
+    def copied_bytes(self, instruction: Instruction) -> tuple[int, int]:
+        """Bytes of prefix cache that an instruction copies to host memory, and bytes that it copies
+        back.
+
+        Sums of gradients count as copied back even if they are still zero.
+        """
         if self.shape is None or not self.host_layers:
-            return None
-        return CacheCopies(self.shape, self.host_layers, self.forest, self.microbatches)
+            return 0, 0
+        share = self.host_layers / max(1, self.shape.attention_layers)
+        state = share * self.shape.boundary_bytes_per_token
+        total = share * self.shape.boundary_gradient_bytes_per_token
+        read, own = self._cached_tokens[instruction.microbatch]
+        if instruction.operation == BACKWARD:
+            return int(read * total), int(read * (state + total) + own * total)
+        captures = instruction.operation in (FORWARD, SCORE)
+        return int(own * state * captures), int(read * state)
+
+    @cached_property
+    def _cached_tokens(self) -> list[tuple[int, int]]:
+        """For each microbatch, the numbers of tokens that it reads from others and captures."""
+        return [(self.read_tokens(m), self.captured_tokens(m)) for m in self.microbatches]
 
     @property
     def host_cache_bytes(self) -> int:
@@ -530,13 +552,14 @@ class Plan:
         return self._in_order(program)
 
     def _in_order(self, program: Program) -> Self:
-        microbatches, tokens, states = allocate_cache(self.forest, self.microbatches, program)
+        cache = allocate_cache(self.forest, self.microbatches, program)
         return replace(
             self,
             program=program,
-            microbatches=microbatches,
-            cache_tokens=tokens,
-            cache_states=states,
+            cache_of=CacheSlots(cache.tokens),
+            cache_tokens=cache.tokens_used,
+            state_of=cache.states,
+            cache_states=cache.states_used,
         )
 
     def explain(self, *, width: int = 100) -> str:
@@ -545,12 +568,6 @@ class Plan:
         `width` is the width in characters.
         """
         return _explained(self, width)
-
-
-def _taken(places: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[int, int]:
-    """First slots of segments with a slot. -1 means none."""
-    every = chain.from_iterable(zip(*each, strict=True) for each in places)
-    return {segment: begin for segment, begin in every if begin >= 0}
 
 
 def _kind(microbatch: Microbatch) -> str:
@@ -633,11 +650,11 @@ def _summary(plan: Plan) -> Table:
         add("images and videos of rollouts, encoder forwards, backwards", runs)
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("largest prefix cache, tokens", f"{plan.cache_tokens:,}")
-    if plan.shape is not None and (copies := plan.cache_copies) is not None:
+    if plan.shape is not None and plan.host_layers:
         of = f"{plan.host_layers:,} of {plan.shape.attention_layers:,}"
         add("layers with their prefix cache in host memory", of)
         add("host memory for prefix caches", format_bytes(plan.host_cache_bytes))
-        moved = [copies.of(i) for i in plan.program.instructions if i.microbatch >= 0]
+        moved = [plan.copied_bytes(i) for i in plan.program.instructions if i.microbatch >= 0]
         ways = (format_bytes(sum(way)) for way in zip(*moved, strict=True))
         add("bytes copied to the host and back in a step", ", ".join(ways))
     if plan.shape is not None and plan.shape.context > 1:
@@ -712,13 +729,12 @@ def _microbatches(plan: Plan) -> Table:
     for name in (*names, *(["activations"] if moved else [])):
         table.add_column(name, justify="left" if name in text else "right")
     for microbatch in plan.microbatches[:MOST_ROWS]:
-        kept = plan.forest.length[[s for s in microbatch.segments if s in plan.cache_of]]
         table.add_row(
             plan.microbatch_names[microbatch.index],
             plan.microbatch_names[microbatch.parent] if microbatch.parent >= 0 else "-",
             f"{len(microbatch.segments):,}",
             f"{microbatch.tokens:,}",
-            f"{kept.sum():,}",
+            f"{plan.captured_tokens(microbatch):,}",
             *([microbatch.activations if microbatch.children else "-"] if moved else []),
         )
     if len(plan.microbatches) > MOST_ROWS:

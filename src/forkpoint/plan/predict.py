@@ -33,7 +33,6 @@ def simulate(plan: Plan, meter: Meter) -> float:
     half, given_back = 0.0, 0
     sent: dict[int, float] = {}
     offloaded = offloaded_bytes(plan, meter)
-    copies = plan.cache_copies
     for instruction in plan.program.instructions:
         if instruction.idle:
             continue
@@ -55,8 +54,8 @@ def simulate(plan: Plan, meter: Meter) -> float:
                 out = meter.copy(offloaded[index], out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             half, given_back = now, 0
-        if copies is not None:
-            out, back = copies.of(instruction)
+        if plan.host_layers:
+            out, back = plan.copied_bytes(instruction)
             in_free = max(in_free, begin) + _copy_back(meter, back)
             out_free = max(out_free, begin) + (meter.copy(out, out=True) or 0.0)
             # The copy of the first layer does not overlap with computation.

@@ -81,8 +81,8 @@ Runs = tuple[tuple[int, int, int], ...]
 class CacheSlots(dict[int, int]):
     """The first cache slot of every segment that other microbatches read."""
 
-    def __init__(self, slots: Mapping[int, int]) -> None:
-        super().__init__(slots)
+    def __init__(self, slots: Mapping[int, int] | None = None) -> None:
+        super().__init__(slots or {})
         self.runs: dict[int, Runs] = {-1: ()}
         """Keys of a segment and its ancestors, in the cache. Microbatches share them, so that each
         does not look through the whole of a deep tree."""

@@ -19,15 +19,9 @@ class Microbatch:
     """Segments of the plan's forest, in their order in the microbatch."""
     segment_begin: tuple[int, ...]
     """Place of the first token of each segment."""
-    cache_begin: tuple[int, ...]
-    """First cache slot of each segment; -1 if no other microbatch reads it. A slot holds the data
-    of one token in all layers."""
     children: tuple[int, ...]
     tokens: int
     """Number of edges of its segments: the tokens that a forward runs."""
-    state_index: tuple[int, ...] = ()
-    """Slot of each segment's final state; -1 if no segment of another microbatch starts from it.
-    States have separate slots."""
     activations: str = "keep"
     """Storage of its activations while its children run: keep, offload or recompute."""
     checkpointing: str = "none"
@@ -46,27 +40,6 @@ class Microbatch:
     gathered: bool = False
     """Whether context-parallel ranks gather its prefix cache, which is split by heads, for leaves
     by responses."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """int64 [S]: number of tokens of each segment."""
-        return np.diff([*self.segment_begin, self.tokens])
-
-    @property
-    def captured_tokens(self) -> int:
-        """Number of tokens whose prefix cache other microbatches read."""
-        return int(self.lengths[np.asarray(self.cache_begin) >= 0].sum())
-
-    @property
-    def keeps_boundary(self) -> bool:
-        """Whether other microbatches read the prefix cache of any of its segments."""
-        return any(begin >= 0 for begin in self.cache_begin)
-
-    @property
-    def kept_states(self) -> frozenset[int]:
-        """Segments from whose final state a segment of another microbatch starts."""
-        places = zip(self.segments, self.state_index, strict=True)
-        return frozenset(segment for segment, place in places if place >= 0)
 
 
 def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:

@@ -71,12 +71,11 @@ def state_layout(
     kept_index: list[int] = []
     above: dict[int, int] = {}
     members = _by_level(forest, microbatch)
-    keeps = microbatch.kept_states
     for number, of_level in enumerate(members, 1):
         segments = [microbatch.segments[i] for i in of_level]
         parents = forest.parent[segments].tolist()
         parent = [above[p] if above else state_of[p] if p >= 0 else -1 for p in parents]
-        kept = [i for i, s in enumerate(segments) if s in keeps]
+        kept = [i for i, s in enumerate(segments) if s in state_of]
         kept_index += [state_of[segments[i]] for i in kept]
         above = {s: i for i, s in enumerate(segments)}
         levels.append(
@@ -96,7 +95,6 @@ def convolution_layout(
 ) -> ConvolutionLayout:
     """Inputs before each segment on its path, as far as a convolution reaches."""
     before = width - 1
-    keeps = microbatch.kept_states
     ends: dict[int, IntArray] = {}
     places, windows, kept = [], [], []
     for members in _by_level(forest, microbatch):
@@ -112,7 +110,7 @@ def convolution_layout(
             own = np.arange(begin, begin + length)
             reach = np.concatenate([start, own])
             ends[segment] = reach[length:]
-            if segment in keeps:
+            if segment in state_of:
                 kept.append(ends[segment])
             first = min(before, length)
             places.append(own[:first])

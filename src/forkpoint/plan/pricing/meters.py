@@ -3,12 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from forkpoint.plan.host_cache import outer_ancestors
 from forkpoint.plan.plan import CostUnit, Plan
 from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Calibration
 from forkpoint.plan.pricing.cost import (
@@ -157,17 +155,12 @@ class AncestorBytes:
         self._plan, self._shape = plan, shape
         self._tokens: dict[int, int] = {}
 
-    @cached_property
-    def _parents(self) -> list[int]:
-        return self._plan.forest.parent.tolist()
-
     def __call__(self, microbatch: Microbatch) -> int:
         plan, shape = self._plan, self._shape
         if microbatch.parent < 0 or plan.cache_tokens * shape.boundary_elements < FEW_ELEMENTS:
             return 0
         if microbatch.index not in self._tokens:
-            read = outer_ancestors(self._parents, microbatch.segments)
-            self._tokens[microbatch.index] = int(plan.forest.length[list(read)].sum())
+            self._tokens[microbatch.index] = plan.read_tokens(microbatch)
         own = self._tokens[microbatch.index] * shape.boundary_elements * shape.dtype_bytes
         times = shape.heads // shape.kv_heads
         repeated = times * own if times > 1 else 0
@@ -526,7 +519,7 @@ class DealtMeter(Meter):
 
     def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
         assert plan.shape is not None
-        self._shape = plan.shape
+        self._plan, self._shape = plan, plan.shape
         self._heads = _meter_by_heads(plan, calibration)
         alone = replace(plan, shape=replace(plan.shape, context=1))
         # One meter for each part, because all parts have the index of their microbatch.
@@ -542,7 +535,8 @@ class DealtMeter(Meter):
     def _gathered(self, microbatch: Microbatch, *, backward: bool) -> float:
         if not microbatch.gathered:
             return 0.0
-        sent = self._shape.gathered_bytes(microbatch.captured_tokens, backward=backward)
+        captured = self._plan.captured_tokens(microbatch)
+        sent = self._shape.gathered_bytes(captured, backward=backward)
         return self._heads.link(sent, 2 * self._shape.attention_layers)
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
