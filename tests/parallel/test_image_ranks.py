@@ -89,6 +89,16 @@ SCENARIOS = {
         LOCKSTEP, rollouts=TEXT, alone=tower_and_last_layer
     ),
     "in lockstep, nothing on a rank": replace(LOCKSTEP, rollouts=(TEXT[0], [])),
+    **{
+        f"in lockstep, a rank of text, {family}": replace(
+            LOCKSTEP,
+            wrap=sharded,  # SmolVLM's blocks have outputs of which fully_shard warns
+            make=partial(tiny_multimodal, family),
+            rollouts=(tool_tree(family), TEXT[1]),
+        )
+        for family, known in MULTIMODAL.items()
+        if known.kinds
+    },
     "in lockstep, one image on both": replace(
         EXCHANGED, rollouts=equal_prompts(0, 0), gather="microbatch"
     ),

@@ -146,14 +146,14 @@ def test_flops_of_encoders_counted_by_hand() -> None:
     assert (totals.flops, totals.dense_flops, totals.places) == (step, 3 * step, 3)
 
 
-def test_an_outline_makes_a_medium_of_zeros() -> None:
+def test_an_outline_makes_a_medium_of_ones() -> None:
     grid = np.array([[1, 4, 4]])
-    inputs = {"pixel_values": torch.ones(16, 6), "image_grid_thw": grid}
+    inputs = {"pixel_values": torch.zeros(16, 6), "image_grid_thw": grid}
     found = MediumOutline.of(Media("image", inputs, 4)).medium()
     assert (found.kind, found.tokens) == ("image", 4)
     assert found.inputs["pixel_values"].shape == (16, 6)
     assert found.inputs["pixel_values"].dtype == np.float32
-    assert not found.inputs["pixel_values"].any()
+    assert (found.inputs["pixel_values"] == 1).all()
     assert (found.inputs["image_grid_thw"] == grid).all()
 
 

@@ -181,7 +181,7 @@ def _dtype(value: Any) -> str:
 
 
 class MediumOutline(NamedTuple):
-    """Shapes and dtypes of a medium's inputs, from which other ranks make a medium of zeros."""
+    """Shapes and dtypes of a medium's inputs, from which other ranks make a medium of ones."""
 
     kind: MediaKind
     tokens: int
@@ -199,9 +199,9 @@ class MediumOutline(NamedTuple):
         return cls(medium.kind, medium.tokens, floats, others)
 
     def medium(self) -> Media:
-        """A medium whose pixels are zeros."""
-        zeros = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.floats.items()}
-        return Media(self.kind, {**zeros, **self.others}, self.tokens)
+        """A medium whose pixels are ones. SmolVLM leaves out tiles of zeros."""
+        ones = {name: np.ones(shape, dtype) for name, (shape, dtype) in self.floats.items()}
+        return Media(self.kind, {**ones, **self.others}, self.tokens)
 
 
 def read_media(
