@@ -28,8 +28,12 @@ class Feature:
     `inputs` are those of the instruction's microbatch; in an idle slot, of one untrained token.
     """
 
+    cache: PrefixCache
+    """Prefix cache of the running pass."""
+
     def begin_pass(self, cache: PrefixCache) -> None:
         """Called at the beginning of a pass, with its prefix cache."""
+        self.cache = cache
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """Called at the beginning of an instruction. Instructions without a microbatch run in this

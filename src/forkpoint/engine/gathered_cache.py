@@ -26,10 +26,9 @@ class GatheredCache(Feature):
         (`Microbatch.gathered`)."""
         self._plan = plan
         self._places = places
-        self._cache: PrefixCache | None = None
 
     def begin_pass(self, cache: PrefixCache) -> None:
-        self._cache = cache
+        super().begin_pass(cache)
         cache.whole = PrefixCache(self._plan.cache_tokens, gradients=cache.gradients)
         cache.whole.media = cache.media
 
@@ -37,8 +36,8 @@ class GatheredCache(Feature):
         """Gather the prefix cache of a microbatch. Collective."""
         if instruction.operation not in (SCORE, FORWARD) or not inputs.microbatch.gathered:
             return
-        cache = self._cache
-        assert cache is not None and cache.whole is not None
+        cache = self.cache
+        assert cache.whole is not None
         with torch.no_grad():
             for key in cache.layout():
                 heads, _ = cache.read(key)
@@ -50,8 +49,8 @@ class GatheredCache(Feature):
         """Add the gradients of leaves to this rank's heads. Collective."""
         if instruction.operation != BACKWARD or not inputs.microbatch.gathered:
             return
-        cache = self._cache
-        assert cache is not None and cache.whole is not None
+        cache = self.cache
+        assert cache.whole is not None
         with torch.no_grad():
             for key in cache.layout():
                 _, heads = cache.read(key)

@@ -30,7 +30,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from forkpoint.engine.feature import Feature, Pack, Unpack
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.staging import OffloadStats, Staging
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, Instruction
@@ -276,7 +275,6 @@ class Activations(Feature):
             if one.operation == after.operation == BACKWARD and after.microbatch in self._offloads
         }
         """The offloaded microbatch whose backward follows directly, by microbatch."""
-        self._cache: PrefixCache | None = None
         self._staging = staging
         self._open: dict[int, SavedTensors] = {}
         self.stats: OffloadStats | None = None
@@ -304,9 +302,6 @@ class Activations(Feature):
             self._open.clear()
         self._staging.finish(self.stats)
 
-    def begin_pass(self, cache: PrefixCache) -> None:
-        self._cache = cache
-
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
         if not instruction.keeps_graph:
             return _drop, _dropped
@@ -333,8 +328,7 @@ class Activations(Feature):
     def _stays(self, tensor: Tensor) -> bool:
         """Whether a tensor stays on the device anyway: a parameter, a buffer, a copy of a weight
         that autocast keeps, an input, or prefix cache."""
-        assert self._cache is not None
-        held = storage_id(tensor) in self._held or self._cache.holds(tensor)
+        held = storage_id(tensor) in self._held or self.cache.holds(tensor)
         return held or is_copy_of_leaf(tensor)
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:

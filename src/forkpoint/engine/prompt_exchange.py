@@ -16,7 +16,7 @@ from forkpoint.engine.microbatches import MicrobatchInputs, cache_run
 from forkpoint.engine.prefix_cache import Key, PrefixCache, joined
 from forkpoint.parallel.step import RankStep
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import RETURN, SHARE, Instruction
+from forkpoint.plan.program import SHARE, Instruction
 from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt
 
 Layout = dict[tuple[str, str], tuple[bool, tuple[int, ...], torch.dtype]]
@@ -57,10 +57,6 @@ class PromptExchange(Feature):
         self._plan = plan
         self._device = device
         self._layout: Layout = {}
-        self._cache: PrefixCache | None = None
-
-    def begin_pass(self, cache: PrefixCache) -> None:
-        self._cache = cache
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """Exchange prefix caches, or their boundary gradients. Collective.
@@ -69,8 +65,7 @@ class PromptExchange(Feature):
         """
         if not instruction.exchanges:
             return
-        cache, ranks, shares = self._cache, self.step.ranks, instruction.operation == SHARE
-        assert cache is not None and (shares or instruction.operation == RETURN)
+        cache, ranks, shares = self.cache, self.step.ranks, instruction.operation == SHARE
         # Before the transfers, to learn of ranks that have failed.
         found = self.step.gather({"layout": self._named(cache) if shares and self._sent else {}})
         if shares:
