@@ -48,7 +48,9 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def on_device(
+    values: np.ndarray, device: torch.device | str, dtype: torch.dtype | None = None
+) -> Tensor:
     """Copy an array to a device as a tensor, optionally in another dtype, without waiting for the
     copy.
 

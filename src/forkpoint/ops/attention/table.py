@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.device import to_device
+from forkpoint.device import on_device, to_device
 from forkpoint.tree import FROM_OWN, LONG_TOKENS, LaunchLayout, Table
 
 
@@ -78,11 +78,9 @@ class AttentionTable:
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
             (own,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
-            self.own_gather = to_device(torch.from_numpy(np.stack([own, key_index[own]])), device)
+            self.own_gather = on_device(np.stack([own, key_index[own]]), device)
             if other.size:
-                self.cache_gather = to_device(
-                    torch.from_numpy(np.stack([other, -1 - key_index[other]])), device
-                )
+                self.cache_gather = on_device(np.stack([other, -1 - key_index[other]]), device)
 
 
 class Ancestors(Protocol):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forkpoint.device import to_device
+from forkpoint.device import on_device
 from forkpoint.ops.delta_rule.kernel import CHUNK
 from forkpoint.ops.recurrence import StateTable
 
@@ -65,17 +65,13 @@ class _Chunks:
         offsets = np.cumsum([0, *counts])
         sequence = np.repeat(np.arange(len(lengths)), counts)
         place = np.arange(offsets[-1]) - offsets[sequence]
-
-        def put(values: np.ndarray) -> Tensor:
-            return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
-
         self.tokens: int = int(lengths.sum())
         self.cut: dict[str, Any] = {
-            "cu_seqlens": put(np.cumsum([0, *lengths])),
-            "chunk_indices": put(np.stack([sequence, place], 1)),
+            "cu_seqlens": on_device(np.cumsum([0, *lengths]), device),
+            "chunk_indices": on_device(np.stack([sequence, place], 1), device),
             "chunk_size": CHUNK,
         }
-        self.offsets: Tensor = put(offsets)
+        self.offsets: Tensor = on_device(offsets, device)
 
 
 class _MicrobatchChunks:

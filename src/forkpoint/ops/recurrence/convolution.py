@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forkpoint.device import to_device
+from forkpoint.device import on_device
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.tree import NOTHING, ConvolutionLayout
 
@@ -24,14 +24,10 @@ class _Source:
 
     def __init__(self, to: np.ndarray, from_: np.ndarray, device: torch.device | str) -> None:
         rows, inverse = np.unique(from_, return_inverse=True)
-
-        def tensor(x: np.ndarray) -> Tensor:
-            return to_device(torch.from_numpy(np.ascontiguousarray(x)), device)
-
-        self.to: Tensor = tensor(to)
-        self.from_: Tensor = tensor(from_)
-        self.rows: Tensor = tensor(rows)
-        self.inverse: Tensor = tensor(inverse)
+        self.to: Tensor = on_device(to, device)
+        self.from_: Tensor = on_device(from_, device)
+        self.rows: Tensor = on_device(rows, device)
+        self.inverse: Tensor = on_device(inverse, device)
 
     def sums(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum the gradients of all reads of each of `rows`, in `dtype`."""
@@ -58,7 +54,7 @@ class ConvolutionTable:
         self.width: int = layout.window.shape[1]
         self.firsts: int = len(layout.places)
         """F, the number of places with inputs outside their own segment."""
-        self.places: Tensor = to_device(torch.from_numpy(layout.places), device)
+        self.places: Tensor = on_device(layout.places, device)
         """[F] these places."""
         self.tails: int = len(layout.tail)
         """Number of segments that other microbatches continue."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.device import to_device
+from forkpoint.device import on_device
 from forkpoint.ops.recurrence.sequences import Sequences
 from forkpoint.tree import Level, StateLayout
 
@@ -22,12 +22,8 @@ class LevelTable:
             [np.arange(b, b + n) for b, n in zip(level.begin, level.length, strict=True)]
         )
         self.sequences: Sequences = Sequences(level.length, device)
-        self.parents: Tensor | None = (
-            None if first else to_device(torch.from_numpy(level.parent), device)
-        )
-        self.kept: Tensor | None = (
-            to_device(torch.from_numpy(level.kept), device) if len(level.kept) else None
-        )
+        self.parents: Tensor | None = None if first else on_device(level.parent, device)
+        self.kept: Tensor | None = on_device(level.kept, device) if len(level.kept) else None
         self.final: bool = level.final
 
 
@@ -43,14 +39,12 @@ class StateTable:
         (reading,) = np.nonzero(first >= 0)
         self.starts: int = len(first)
         """Number of segments of the first level."""
-        self.reading: Tensor | None = (
-            to_device(torch.from_numpy(reading), device) if len(reading) else None
-        )
+        self.reading: Tensor | None = on_device(reading, device) if len(reading) else None
         """Segments of the first level that start from a state of another microbatch; None if none
         does."""
-        self.read_index: Tensor = to_device(torch.from_numpy(first[reading]), device)
+        self.read_index: Tensor = on_device(first[reading], device)
         """Cache slots of these states."""
-        self.kept_index: Tensor = to_device(torch.from_numpy(layout.kept_index), device)
+        self.kept_index: Tensor = on_device(layout.kept_index, device)
         """[K] cache slots of the states that other microbatches start from."""
         order = np.concatenate([level.positions for level in self.levels])
         self._tokens: list[int] = [len(level.positions) for level in self.levels]
@@ -58,8 +52,8 @@ class StateTable:
         self._inverse: Tensor | None = None
         if not (order == np.arange(len(order))).all():
             inverse = np.argsort(order, kind="stable")
-            self._order = to_device(torch.from_numpy(order), device)
-            self._inverse = to_device(torch.from_numpy(inverse), device)
+            self._order = on_device(order, device)
+            self._inverse = on_device(inverse, device)
 
     def ordered(self, x_T: Tensor) -> Tensor:
         """The microbatch's tokens in the order of its levels."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forkpoint.device import to_device
+from forkpoint.device import on_device, to_device
 
 
 class Chunks:
@@ -32,12 +32,12 @@ class Chunks:
         token = np.where(real, begins[sequence][:, None] + offset, begins[-1]).ravel()
         where = np.zeros(begins[-1] + 1, np.int64)
         where[token] = np.arange(len(token))
-        self.order: Tensor = to_device(torch.from_numpy(order), device)
+        self.order: Tensor = on_device(order, device)
         """[S] indices of the sequences, longest first."""
-        self.rank: Tensor = to_device(torch.from_numpy(np.argsort(order, kind="stable")), device)
+        self.rank: Tensor = on_device(np.argsort(order, kind="stable"), device)
         """[S] index of each sequence in that order."""
-        self._token = to_device(torch.from_numpy(token), device)
-        self._where = to_device(torch.from_numpy(where[:-1]), device)
+        self._token = on_device(token, device)
+        self._where = on_device(where[:-1], device)
 
     def cut(self, x_T: Tensor) -> Tensor:
         """[T, ...] -> [chunks, size, ...], with zeros after the end of a sequence."""
