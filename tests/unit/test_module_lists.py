@@ -32,4 +32,19 @@ def test_lists_are_made_once_a_step_until_they_are_forgotten() -> None:
         forget_lists()
         assert len(every_module(inner)) == 4
         assert len(every_parameter(inner)) == 6
+        # A module in two places is in the list of the first alone.
+        model.append(nn.Sequential(inner[0]))
+        forget_lists()
+        for module in (model, *model.modules()):
+            assert every_module(module) == list(module.named_modules())
     assert every_module(model) is not every_module(model)
+
+
+def test_lists_of_parts_are_cut_from_the_first_list_of_a_step() -> None:
+    inner = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
+    model = nn.Sequential(inner, nn.ReLU())
+    other = nn.Sequential(nn.ReLU())
+    with Changes() as changes:
+        cache_module_walks(changes)
+        for module in (model, *model.modules(), other):
+            assert every_module(module) == list(module.named_modules())
