@@ -16,6 +16,7 @@ from scenarios_of_ranks import (
     Scenario,
     compared,
     replicated,
+    said,
     sharded,
     through_logprobs,
 )
@@ -88,7 +89,11 @@ SCENARIOS = {
     "in lockstep, tower and last layer": replace(
         LOCKSTEP, rollouts=TEXT, alone=tower_and_last_layer
     ),
+    "in lockstep, the tower alone": replace(LOCKSTEP, rollouts=TEXT, alone=frozen_text),
     "in lockstep, nothing on a rank": replace(LOCKSTEP, rollouts=(TEXT[0], [])),
+    "in lockstep, the tower alone, nothing on a rank": replace(
+        LOCKSTEP, rollouts=(TEXT[0], []), alone=frozen_text
+    ),
     **{
         f"in lockstep, a rank of text, {family}": replace(
             LOCKSTEP,
@@ -105,7 +110,11 @@ SCENARIOS = {
     "fully_shard": ONCE,
     "one group of weights": replace(ONCE, wrap=sharded, loss=GSPO(), steps=2),
     "a rank of text": replace(ONCE, rollouts=TEXT),
+    "a rank of text, the tower alone": replace(ONCE, rollouts=TEXT, alone=frozen_text),
     "DistributedDataParallel": replace(ONCE, wrap=replicated, rollouts=TEXT),
+    "DistributedDataParallel, the tower alone": replace(
+        ONCE, wrap=replicated, rollouts=TEXT, alone=frozen_text
+    ),
     "one image on both": replace(EXCHANGED, rollouts=equal_prompts(0, 0)),
     "other images": replace(EXCHANGED, rollouts=equal_prompts(0, 1)),
 }
@@ -140,6 +149,19 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
             assert found["exchanges"]
         if "lockstep" in name:
             assert found["gather"] == "microbatch"
+
+
+def text_below_a_frozen_model() -> str:
+    model = qwen3_vl()
+    frozen_text(model)
+    policy = wrap(by_blocks(model))
+    return said(lambda: policy.forward_backward(RolloutBatch(TEXT[1]), GSPO()))
+
+
+@pytest.mark.slow
+def test_text_on_every_rank_needs_a_language_model_that_trains() -> None:
+    for message in run_ranks(2, text_below_a_frozen_model):
+        assert "no parameter that these rollouts run requires a gradient" in message, message
 
 
 def untrained_tower() -> list[str]:

@@ -85,6 +85,19 @@ def test_layers_that_read_features_lie_on_the_first_stage() -> None:
         assert "features of images enter after the first 2" in message
 
 
+def text_below_a_frozen_model() -> str:
+    model = tiny_multimodal("qwen3_vl")
+    frozen_text(model)
+    policy = wrap(model, mesh=mesh_of(2))
+    return said(lambda: policy.forward_backward(RolloutBatch(TEXT), GRPO()))
+
+
+@pytest.mark.slow
+def test_text_needs_a_language_model_that_trains() -> None:
+    for message in run_ranks(2, text_below_a_frozen_model):
+        assert "no parameter that these rollouts run requires a gradient" in message, message
+
+
 def sharded_stages() -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
     model = tiny_multimodal("qwen3_vl")

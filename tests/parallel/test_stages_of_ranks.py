@@ -242,6 +242,11 @@ def freezes(policy: forkpoint.Policy) -> None:
     stepped(policy)
 
 
+def infers(policy: forkpoint.Policy) -> None:
+    with torch.inference_mode():
+        stepped(policy)
+
+
 def calls(policy: forkpoint.Policy) -> None:
     policy.host.model(torch.arange(9)[None])
 
@@ -263,7 +268,8 @@ def test_the_sample_is_compared_through_the_stages(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (freezes, "no parameter of the model requires a gradient, on any stage"),
+        (freezes, "no parameter that these rollouts run requires a gradient, on any rank"),
+        (infers, "forward_backward was called under torch.inference_mode"),
         (calls, "the model was called by itself, and this rank holds a stage of it"),
     ],
 )

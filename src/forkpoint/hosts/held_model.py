@@ -290,7 +290,8 @@ class HeldModel:
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
         self.group.check(self.model, training=training)
         if training:
-            if "stage" not in self.topology.relations:  # else stages agree on it
+            refusals.check_inference_mode()
+            if {"stage", "data"}.isdisjoint(self.topology.relations):  # else ranks agree on it
                 refusals.check_trainable(self.model, idle)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
         batch.check_vocabulary(self._vocab_size)

@@ -191,19 +191,29 @@ def check_random(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
 
 def check_trainable(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
     """Refuse a model without trainable parameters. Parameters of `idle` modules do not count."""
-    if torch.is_inference_mode_enabled():
-        raise UnsupportedError(
-            "forward_backward was called under torch.inference_mode, where nothing has gradients; "
-            "leave it, or use policy.score for log-probs alone."
-        )
-    trained = [p for _, p in every_parameter(model) if p.requires_grad]
-    if trained and idle:
-        run = (module for _, module in every_module(model) if module not in idle)
-        held = {id(p) for module in run for p in module._parameters.values()}
-        trained = [p for p in trained if id(p) in held]
-    if not trained:
+    check_inference_mode()
+    if not has_trainable(model, idle):
         part = "the language model (text runs nothing else)" if idle else "the model"
         raise UnsupportedError(
             f"no parameter of {part} requires a gradient; unfreeze some, or use policy.score for "
             "log-probs alone."
         )
+
+
+def check_inference_mode() -> None:
+    """Refuse a step with gradients under torch.inference_mode."""
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "forward_backward was called under torch.inference_mode, where nothing has gradients; "
+            "leave it, or use policy.score for log-probs alone."
+        )
+
+
+def has_trainable(model: nn.Module, idle: Collection[nn.Module] = ()) -> bool:
+    """Whether any parameter outside of `idle` modules requires a gradient."""
+    trained = [p for _, p in every_parameter(model) if p.requires_grad]
+    if trained and idle:
+        run = (module for _, module in every_module(model) if module not in idle)
+        held = {id(p) for module in run for p in module._parameters.values()}
+        trained = [p for p in trained if id(p) in held]
+    return bool(trained)

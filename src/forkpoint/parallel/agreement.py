@@ -75,7 +75,8 @@ class Proposal:
     trains: bool = False
     """Whether this rank's plan trains on any token."""
     trainable: bool = True
-    """Whether any parameter on this rank requires a gradient, if the call gives gradients."""
+    """Whether any parameter that this rank's batch runs requires a gradient, if the call gives
+    gradients."""
     trained_tokens: int = 0
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
@@ -184,8 +185,8 @@ def agreed(
     _check_calls(proposals, names)
     if not any(proposal.trainable for proposal in proposals):
         raise UnsupportedError(
-            "no parameter of the model requires a gradient, on any stage; unfreeze some, or use "
-            "policy.score for log-probs alone."
+            "no parameter that these rollouts run requires a gradient, on any rank (text runs no "
+            "encoder of images); unfreeze some, or use policy.score for log-probs alone."
         )
     sample = next((p.sample for p in proposals if p.sample is not None), None)
     if batches is not None:

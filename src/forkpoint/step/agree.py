@@ -12,6 +12,7 @@ from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
 from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.refusals import has_trainable
 from forkpoint.parallel.agreement import (
     Agreement,
     GatherOption,
@@ -195,6 +196,7 @@ def _proposal(
     """Make this rank's proposal. `own`: prompts that it can exchange."""
     request, batch, plan, loss = local.request, local.batch, local.plan, local.loss
     host = policy.host
+    idle = () if batch.media else host.entry.encoder.modules
     call = f"{local.call}, gather={gather!r}" if gather else local.call
     call = f"{call}, split={policy.config.split!r}" if request.exchanges else call
     share = local.routers.share() if local.routers else None
@@ -218,7 +220,7 @@ def _proposal(
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         calibration=policy.model_state.to_agree(policy.host, policy.config),
         trains=plan.num_loss_entries > 0,
-        trainable=not request.training or any(p.requires_grad for p in host.model.parameters()),
+        trainable=not request.training or has_trainable(host.model, idle),
         trained_tokens=batch.trained_tokens,
         rollouts=len(batch),
         groups=group_digests(batch),
