@@ -16,9 +16,8 @@ from steps import gradients as gradients_of
 from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
-from forkpoint.engine.host_cache import HostCache, Rows
+from forkpoint.engine.host_cache import HostCache
 from forkpoint.engine.staging import OffloadStats, PlainTransfers, Staging
-from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import tiny_model
 from hybrids import MIXED, tiny_hybrid
 from lanes import slow_besides
@@ -191,27 +190,6 @@ def test_copies_are_as_predicted() -> None:
     assert 0.5 * back < stats.offload.back_bytes <= back
 
 
-# Failures -----------------------------------------------------------------------------------------
-
-
-def test_a_failed_step_leaves_nothing() -> None:
-    model, batch = small_model("llama"), forked_batch()
-    policy = wrap(model, HOSTED)
-    staging, calls = in_small_chunks(policy), list[int]()
-
-    class Failing(losses.GRPO):
-        def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-            calls.append(staging.used_bytes)
-            if len(calls) == 3:
-                raise torch.OutOfMemoryError("on purpose")
-            return super().__call__(outputs, batch)
-
-    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
-        policy.forward_backward(batch, Failing())
-    assert any(calls) and staging.used_bytes == 0
-    assert step_error(model, batch, losses.GRPO(), policy=policy) < 1e-10
-
-
 def test_sums_of_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """With microbatches whose cache entries others have had before them."""
     write = HostCache.write
@@ -230,30 +208,6 @@ def test_sums_of_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # NaN of memory that nobody wrote is found as well.
     assert not error < 1e-6
-
-
-def test_entries_lie_in_blocks() -> None:
-    """Runs that cross blocks, and others beside them, come back as they were sent."""
-    transfers = PlainTransfers(torch.device("cpu"), chunk_bytes=1024)
-    cache = HostCache(Staging(transfers), OffloadStats(), hosted=1, layers=1)
-    x_T = torch.arange(60.0, dtype=torch.float64).view(20, 3)
-    assert cache.takes("layer", "k", x_T, 50, True)
-    cache.write("layer", "k", x_T, [(0, 13, 30), (13, 20, 2)])
-    rows = Rows(read=((2, 9), (30, 43)), own=())
-    for backward in (False, True, True):
-        cache.begin(rows, backward=backward)
-        state, sums = cache.read("layer", "k")
-        assert torch.equal(state[2:9], x_T[13:]) and torch.equal(state[30:43], x_T[:13])
-        if backward:
-            assert sums is not None
-            sums[2:9] += 1
-            sums[30:43] += x_T[:13]
-            cache.close("layer")
-    cache.begin(Rows(read=(), own=((30, 43), (2, 9), (10, 12))), backward=True)
-    first, second, third = cache.own_sums("layer", "k")
-    assert first is not None and torch.equal(first, 2 * x_T[:13])
-    assert second is not None and bool((second == 2).all()) and third is None
-    cache.finish()
 
 
 def test_hosted_layers_are_spread() -> None:

@@ -22,10 +22,10 @@ from yardstick import (
     value_faults,
 )
 
-from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
+from forkpoint import Config, RolloutBatch, losses, wrap
+from forkpoint.engine.microbatches import prepare_microbatches
 from forkpoint.losses.base import as_loss
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides_every
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
@@ -110,48 +110,6 @@ def test_scores_entropies_and_logprobs() -> None:
     norm = torch.stack([g.norm() for g in none.values()]).norm()
     for other in others:
         assert max((other[n] - g).norm() for n, g in none.items()) <= BAR * norm
-
-
-# What runs ----------------------------------------------------------------------------------------
-
-
-def inputs_of(batch: RolloutBatch, *, uses_temperature: bool = True) -> MicrobatchInputs:
-    """The one microbatch of a batch."""
-    plan = wrap(tiny_model("llama"), Config(sharing="group", boundary="within")).plan(batch)
-    (inputs,) = prepare_microbatches(
-        plan, batch, torch.device("cpu"), uses_temperature=uses_temperature
-    )
-    return inputs
-
-
-def test_a_group_at_two_temperatures_runs_each_shared_token_once() -> None:
-    """A prompt of 4 tokens, four responses that begin alike; two of them at each temperature."""
-    prompt, answers = [1, 2, 3, 4], ([5, 6, 7], [5, 6, 8], [5, 6, 7], [5, 9, 7])
-    batch = RolloutBatch(
-        Rollout(prompt + answer, [0] * 4 + [1] * 3, 1.0, temperature=t, group_id="g")
-        for answer, t in zip(answers, (1.0, 1.0, 0.5, 0.5), strict=True)
-    )
-    inputs = inputs_of(batch)
-    assert sorted(inputs.input_ids[0].tolist()) == sorted([1, 2, 3, 4, 5, 6, 5, 6, 9])
-    assert inputs.head_temperatures is not None
-    entries = list(
-        zip(
-            inputs.head_index.tolist(),
-            inputs.head_labels.tolist(),
-            inputs.head_temperatures.tolist(),
-            strict=True,
-        )
-    )
-    assert len(entries) == len(set(entries)) == 9
-    read = [(e[1], e[2]) for e in (entries[at] for at in inputs.trained_entry)]
-    assert read == [
-        *((5, 1.0), (6, 1.0), (7, 1.0)),
-        *((5, 1.0), (6, 1.0), (8, 1.0)),
-        *((5, 0.5), (6, 0.5), (7, 0.5)),
-        *((5, 0.5), (9, 0.5), (7, 0.5)),
-    ]
-    first, second, third, fourth = inputs.trained_entry.reshape(4, 3).tolist()
-    assert first[:2] == second[:2] and third[0] == fourth[0] and not set(first) & set(third)
 
 
 def test_a_critic_ignores_temperatures() -> None:

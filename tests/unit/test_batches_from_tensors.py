@@ -20,7 +20,6 @@ from forkpoint import Rollout, RolloutBatch, load_rollouts, losses, save_rollout
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.formats.record import group_of
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 NUMBERS = {"advantages": "advantage", "weights": "weights", "returns": "returns"}
 EACH = {name: name for name in ("old_logprobs", "reference_logprobs", "old_values")}
 OTHERS = {name + "s": name for name in ("temperature", "group_id", "rollout_id")}
@@ -244,21 +243,7 @@ def test_equals_rollouts_made_one_by_one(check: Callable[[Drawn], None], seed: i
     check(draw(seed))
 
 
-# The trainers' own forms ------------------------------------------------------------------------
-
-
-def test_a_batch_that_trl_wrote() -> None:
-    """A file of GRPOTrainer, read as a file and as tensors."""
-    table = torch.load(FIXTURES / "trl-batch.pt")
-    batch = RolloutBatch.from_completions(
-        *(table[n] for n in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
-        advantages=table["advantages"],
-        old_logprobs=table["old_per_token_logps"],
-        reference_logprobs=table["ref_per_token_logps"],
-    )
-    assert list(batch) == list(RolloutBatch(load_rollouts(FIXTURES / "trl-batch.pt")))
-    old = batch.to_completions(torch.tensor(batch.old_logprobs, dtype=torch.float32))
-    assert torch.equal(old, table["old_per_token_logps"] * table["completion_mask"])
+# Groups, gaps and devices -----------------------------------------------------------------------
 
 
 def test_groups_are_those_of_given_prompts(tmp_path: Path) -> None:
