@@ -86,7 +86,9 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one key head, recomputed", "sinks and windows"])
+@pytest.mark.parametrize(
+    "name", ["one key head, recomputed", "sinks and windows", "blocks recomputed"]
+)
 def test_compiled_blocks_leave_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
     for found in on_ranks_of(COMPILED[name], tmp_path, dealt, compiled, None):
         assert found["error"] < BAR and found["scores"] < BAR and found["dealt"], found

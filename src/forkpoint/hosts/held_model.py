@@ -81,15 +81,13 @@ class HeldModel:
         self.group.check(self.model, training=True)
         context = self.topology.relations.get("context", ())
         staged = "stage" in self.topology.relations
-        if compile_blocks and (why := self._why_eager(staged=staged, context=bool(context))):
+        why = self._why_eager(staged=staged, context=bool(context))
+        if compile_blocks and why:
             raise UnsupportedError(
                 "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
                 f"been shown exact {why}. Leave compile_blocks out."
             )
-        # With context parallelism they are off by default, because they have not been timed on
-        # GPUs.
-        eager = bool(self.group.splits) or staged or (bool(context) and compile_blocks is None)
-        self.compiling: Compiling = Compiling(False if eager else compile_blocks)
+        self.compiling: Compiling = Compiling(False if why else compile_blocks)
         shape = self.entry.shape()  # which refuses parts of heads
         if context:
             self.entry.check_context_parallel(len(context))
@@ -159,8 +157,6 @@ class HeldModel:
         )
         if shape.checkpointed:
             return able
-        if self.compiles and not self.topology.places.whole:
-            return able  # not shown exact with checkpoints
         selective = ("selective",) if all(map(mlp_of, self.blocks)) else ()
         return replace(able, checkpoints=("none", *selective, "full"))
 

@@ -104,11 +104,6 @@ class ModelHost(HeldModel):
                 "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
                 f"(checkpointing={policy!r}); disable one of them."
             )
-        if policy != "none" and self.compiles and not self.topology.places.whole:
-            raise UnsupportedError(
-                f"blocks are compiled and checkpointed (checkpointing={policy!r}), which has not "
-                "been shown exact with context parallelism. Leave compile_blocks out."
-            )
         assert self._changes is not None, "the model has not been entered"
         # If the microbatch is recomputed, this forward's saved tensors are dropped: nothing to
         # checkpoint.

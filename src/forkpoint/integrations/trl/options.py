@@ -38,8 +38,8 @@ def _drops(trainer: Any) -> bool:
 
 _REENTRANT = "non-reentrant checkpointing is exact: set use_reentrant to False."
 _COMPILES = (
-    "forkpoint compiles decoder blocks on CUDA by default. On other devices and with context "
-    "parallelism, pass forkpoint=Config(compile_blocks=True)."
+    "forkpoint compiles decoder blocks on CUDA by default. On other devices, pass "
+    "forkpoint=Config(compile_blocks=True)."
 )
 _COMPILED = f"leave it out, because {_COMPILES}"
 _NOISE = "differ between copies of a token, and a shared token is computed once"
