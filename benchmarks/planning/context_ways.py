@@ -159,7 +159,7 @@ class Step:
     @cached_property
     def by_heads(self) -> Way:
         plan, meter = self._plan, meter_of(self._plan, self.calibration)
-        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter, self.split))
+        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter))
 
     @cached_property
     def gathered(self) -> Way:
@@ -173,7 +173,7 @@ class Step:
         plan = self._make(self._by_heads, sharing="tree", boundary="across")
         plan = deal(plan, segment_entries(plan.forest, self._batch))
         meter = meter_of(plan, self.calibration)
-        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter, self.split))
+        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter))
 
     @cached_property
     def chosen(self) -> str:

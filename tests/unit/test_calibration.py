@@ -239,7 +239,7 @@ def test_keeping_is_preferred_between_combinations_too() -> None:
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
     """Activations as `microbatches_to_drop` chooses it, row by row, by its definition."""
-    room = budget - cache_bytes(plan, SHAPE)
+    room = budget - cache_bytes(plan)
     kept = [meter.kept_bytes(row) for row in plan.microbatches]
     ways = [row.activations for row in plan.microbatches]
     for row in plan.microbatches:
@@ -272,8 +272,8 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
     )
     plan = plan.with_microbatches(rows)
     meter = CountedMeter(plan)
-    budget = int(peak_bytes(plan, meter, SHAPE) * share)
-    fitted = drop_activations(plan, microbatches_to_drop(plan, meter, SHAPE, budget), "recompute")
+    budget = int(peak_bytes(plan, meter) * share)
+    fitted = drop_activations(plan, microbatches_to_drop(plan, meter, budget), "recompute")
     assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
 
 

@@ -114,7 +114,7 @@ def test_bytes_that_are_sent_and_held() -> None:
     alone = tuple(i for i in trunk.program.instructions if i.microbatch == 0)
     of_trunk = replace(trunk, program=replace(trunk.program, instructions=alone)).sent_bytes
     assert plan.sent_bytes == of_trunk + numbers * (SHAPE.dtype_bytes + 4)
-    assert cache_bytes(plan, TWO) == 3 * cache_bytes(other, TWO)  # by heads, and of both ranks
+    assert cache_bytes(plan) == 3 * cache_bytes(other)  # by heads, and of both ranks
 
 
 @pytest.mark.parametrize(

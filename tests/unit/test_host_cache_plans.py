@@ -52,7 +52,7 @@ def test_layers_move_where_nothing_fits(on_device: Plan, monkeypatch: pytest.Mon
         assert plan.predicted_peak_bytes == budget
         meter = meter_of(plan)
         fewer = replace(plan, host_layers=plan.host_layers - 1)
-        assert moved == 1 or peak_bytes(fewer, meter, SHAPE) > budget
+        assert moved == 1 or peak_bytes(fewer, meter) > budget
         with pytest.raises(PlanError, match="memory_budget"):
             planned(**options, prefix_cache="device")
     with pytest.raises(PlanError, match="memory_budget"):
@@ -65,7 +65,7 @@ def test_what_fits_on_the_device_stays(on_device: Plan) -> None:
     assert planned(**options).host_layers == 0
     always = planned(**options, prefix_cache="host")
     assert always.host_layers == LAYERS
-    here, there = cache_bytes(on_device, SHAPE), cache_bytes(always, SHAPE)
+    here, there = cache_bytes(on_device), cache_bytes(always)
     assert there == here * LAYERS_HERE // LAYERS
     assert always.host_cache_bytes == here
 

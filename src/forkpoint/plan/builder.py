@@ -415,10 +415,9 @@ class Builder:
         fit."""
         if self.budget_bytes is None or self.config.activations != "auto" or plan.fits:
             return [plan]
-        assert self.shape is not None
         # Without a measured bandwidth a copy has no price.
         priced = meter.copy(1, out=True) is not None
-        microbatches = microbatches_to_drop(plan, meter, self.shape, self.budget_bytes)
+        microbatches = microbatches_to_drop(plan, meter, self.budget_bytes)
         found = [drop_activations(plan, microbatches, "recompute")]
         if priced:
             offloaded = drop_activations(plan, microbatches, "offload")
@@ -433,29 +432,21 @@ class Builder:
         faster and fits."""
         if plan.shape is None or plan.shape.context == 1:
             return plan
-        by_heads, why_not = "leaves split by heads", ""
-        if not self.capabilities.deals_segments:
-            why_not = "some layers carry a state"
+        dealt, why_not = plan, ""
         if plan.host_layers:
             why_not = "prefix caches are in host memory"
+        elif not self.capabilities.deals_segments:
+            why_not = "some layers carry a state"
+        elif (dealt := self._deal(plan)) is plan:
+            why_not = "no leaf has as many trees as there are ranks"
+        else:
+            dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
+            if dealt.cost >= plan.cost * (1 - NOISE):
+                why_not = f"predicted {dealt.cost / plan.cost:.2f}x faster than by responses"
+            elif not dealt.fits:
+                why_not = "by responses they do not fit the memory budget"
         if why_not:
-            return replace(plan, dealing=f"{by_heads}: {why_not}")
-        dealt = self._deal(plan)
-        if dealt is plan:
-            return replace(
-                plan, dealing=f"{by_heads}: no leaf has as many trees as there are ranks"
-            )
-        dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
-        if dealt.cost >= plan.cost * (1 - NOISE):
-            ratio = dealt.cost / plan.cost
-            return replace(
-                plan,
-                dealing=f"{by_heads}: predicted {ratio:.2f}x faster than by responses",
-            )
-        if not dealt.fits:
-            return replace(
-                plan, dealing=f"{by_heads}: by responses they do not fit the memory budget"
-            )
+            return replace(plan, dealing=f"leaves split by heads: {why_not}")
         ratio = plan.cost / dealt.cost
         return replace(
             dealt,
@@ -485,17 +476,16 @@ class Builder:
         """The plan with its price within the budget, and with logits kept according to the
         configuration."""
         if self.config.head_logits == "auto" and self.budget_bytes is not None and not self.soft:
-            assert plan.shape is not None
-            plan = keep_logits(plan, meter, plan.shape, self.budget_bytes)
+            plan = keep_logits(plan, meter, self.budget_bytes)
         return self._with_price(plan, meter, self.budget_bytes)
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """The plan with its cost and its peak. The cost is inf if the peak exceeds `budget`."""
-        peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
+        peak = None if self.shape is None else peak_bytes(plan, meter)
         beyond = peak is not None and self.budget_bytes is not None and peak > self.budget_bytes
         if beyond and plan.media and not plan.encodes_again and self.shape is not None:
             plan = replace(plan, encodes_again=self.capabilities.trains_encoder)
-            peak = peak_bytes(plan, meter, self.shape)
+            peak = peak_bytes(plan, meter)
         fits = budget is None or peak is None or peak <= budget
         cost = plan_cost(plan, meter) if fits else math.inf
         return replace(
@@ -597,7 +587,7 @@ def with_host_layers(plan: Plan, meter: Meter, config: Config, budget: int | Non
     if config.prefix_cache == "host":
         return replace(plan, host_layers=most)
     assert budget is not None
-    return move_cache(plan, meter, plan.shape, budget, most)
+    return move_cache(plan, meter, budget, most)
 
 
 def pack(

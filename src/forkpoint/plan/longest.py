@@ -127,7 +127,7 @@ class LongestSearch:
         meter = meter_of(plan, self.calibration)
         if config.prefix_cache != "device":
             plan = with_host_layers(plan, meter, config, self.budget_bytes)
-        return replace(plan, predicted_peak_bytes=peak_bytes(plan, meter, shape))
+        return replace(plan, predicted_peak_bytes=peak_bytes(plan, meter))
 
 
 def longest(

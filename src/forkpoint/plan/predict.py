@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
+from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
 from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
 from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, HEAD
 
@@ -107,7 +107,7 @@ def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
     return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
-def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
+def peak_bytes(plan: Plan, meter: Meter) -> int:
     """Peak of activations and prefix cache over the program, in bytes.
 
     The peak is during the backward of a microbatch. It includes the activations of this microbatch,
@@ -128,7 +128,7 @@ def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
         elif instruction.operation == BACKWARD:
             held -= here
             worst = max(worst, held + kept + meter.working_bytes(microbatch))
-    return worst + standing_bytes(plan, shape)
+    return worst + standing_bytes(plan)
 
 
 def offloaded_bytes(plan: Plan, meter: Meter) -> dict[int, int]:
@@ -150,9 +150,9 @@ def offloaded_bytes(plan: Plan, meter: Meter) -> dict[int, int]:
     return found
 
 
-def standing_bytes(plan: Plan, shape: ModelShape) -> int:
+def standing_bytes(plan: Plan) -> int:
     """Bytes that count for the whole step: prefix cache, and the peak of encoders."""
-    return encoder_bytes(plan) + cache_bytes(plan, shape)
+    return encoder_bytes(plan) + cache_bytes(plan)
 
 
 def encoder_bytes(plan: Plan) -> int:
@@ -176,9 +176,11 @@ def encoder_bytes(plan: Plan) -> int:
     return worst
 
 
-def cache_bytes(plan: Plan, shape: ModelShape) -> int:
+def cache_bytes(plan: Plan) -> int:
     """Bytes of the prefix cache and its gradients, with copies that context-parallel ranks
     gather."""
+    shape = plan.shape
+    assert shape is not None
     layers, states = shape.attention_layers, plan.cache_states * shape.state_bytes
     here = layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
     each = layer_cache_bytes(plan.cache_tokens, shape)
@@ -187,11 +189,12 @@ def cache_bytes(plan: Plan, shape: ModelShape) -> int:
     return here * each + states
 
 
-def move_cache(plan: Plan, meter: Meter, shape: ModelShape, budget: int, most: int) -> Plan:
+def move_cache(plan: Plan, meter: Meter, budget: int, most: int) -> Plan:
     """The plan with the prefix cache of as few layers as needed in host memory, so that its peak is
     within the budget. At most `most` layers move."""
-    over = peak_bytes(plan, meter, shape) - budget
-    layer = layer_cache_bytes(plan.cache_tokens, shape)
+    assert plan.shape is not None
+    over = peak_bytes(plan, meter) - budget
+    layer = layer_cache_bytes(plan.cache_tokens, plan.shape)
     # Two layers in host memory free nothing, because two are on the device at a time.
     needed = -(-over // layer) + LAYERS_HERE if layer else 0
     if over <= 0 or min(most, needed) <= LAYERS_HERE:
@@ -199,9 +202,7 @@ def move_cache(plan: Plan, meter: Meter, shape: ModelShape, budget: int, most: i
     return replace(plan, host_layers=min(most, needed))
 
 
-def microbatches_to_drop(
-    plan: Plan, meter: Meter, shape: ModelShape, budget: int
-) -> frozenset[int]:
+def microbatches_to_drop(plan: Plan, meter: Meter, budget: int) -> frozenset[int]:
     """Choose as few microbatches as needed whose activations are dropped, so that the peak is
     within the budget.
 
@@ -209,7 +210,7 @@ def microbatches_to_drop(
     because their tokens attend to the fewest others. If this is not enough, the plan stays above
     the budget.
     """
-    room = budget - standing_bytes(plan, shape)
+    room = budget - standing_bytes(plan)
     holds: list[int] = []
     """Bytes that each microbatch keeps while microbatches below it run."""
     opened: list[int] = []
@@ -243,13 +244,13 @@ def drop_activations(plan: Plan, microbatches: frozenset[int], activations: str)
     return plan.with_microbatches(changed)
 
 
-def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Plan:
+def keep_logits(plan: Plan, meter: Meter, budget: int) -> Plan:
     """The plan with kept logits of microbatches without children, for those whose backwards still
     fit.
 
     A microbatch keeps either all of its logits or none.
     """
-    room = budget - standing_bytes(plan, shape)
+    room = budget - standing_bytes(plan)
     open_bytes: list[int] = []
     microbatches = []
     for microbatch in plan.microbatches:
