@@ -140,49 +140,47 @@ class Meter(ABC):
         return 0
 
 
-class AncestorBytes:
-    """Bytes that the backward of attention in one layer needs for keys of other microbatches: their
-    gradients, and gradients for every head of queries (`Kernel.repeats_keys`)."""
+class ShapeMeter(Meter):
+    """Meter of a plan for a model with known sizes."""
 
     def __init__(self, plan: Plan) -> None:
-        shape = plan.shape
-        assert shape is not None
-        sixteen_bits = shape.dtype_bytes == 2  # others have kernels without such memory
-        self.counts: bool = bool(
-            shape.attention_layers and plan.capabilities.runs_ahead and sixteen_bits
+        assert plan.shape is not None
+        self.plan: Plan = plan
+        self.shape: ModelShape = plan.shape
+        sixteen_bits = self.shape.dtype_bytes == 2  # others have kernels without such memory
+        self._counts_attention: bool = bool(
+            self.shape.attention_layers and plan.capabilities.runs_ahead and sixteen_bits
         )
         """Whether memory of attention is counted: that of GPUs for 16 bits."""
-        self._plan, self._shape = plan, shape
-        self._tokens: dict[int, int] = {}
+        self._read_tokens: dict[int, int] = {}
 
-    def __call__(self, microbatch: Microbatch) -> int:
-        plan, shape = self._plan, self._shape
+    def _ancestor_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes that the backward of attention in one layer needs for keys of other microbatches:
+        their gradients, and gradients for every head of queries (`Kernel.repeats_keys`)."""
+        plan, shape = self.plan, self.shape
         if microbatch.parent < 0 or plan.cache_tokens * shape.boundary_elements < FEW_ELEMENTS:
             return 0
-        if microbatch.index not in self._tokens:
-            self._tokens[microbatch.index] = plan.read_tokens(microbatch)
-        own = self._tokens[microbatch.index] * shape.boundary_elements * shape.dtype_bytes
+        if microbatch.index not in self._read_tokens:
+            self._read_tokens[microbatch.index] = plan.read_tokens(microbatch)
+        own = self._read_tokens[microbatch.index] * shape.boundary_elements * shape.dtype_bytes
         times = shape.heads // shape.kv_heads
         repeated = times * own if times > 1 else 0
         key_heads = max(1, shape.kv_heads // shape.context)
         return own + min(repeated, max(REPEATED_BYTES, repeated // key_heads))
 
 
-class CountedMeter(Meter):
+class CountedMeter(ShapeMeter):
     """Prices in FLOPs: edges, padding, microbatches too short to fill a device, and fixed costs of
     microbatches and of additional launches of attention. Bytes are counted."""
 
     unit: CostUnit = "FLOPs"
 
     def __init__(self, plan: Plan) -> None:
-        assert plan.shape is not None
-        self.plan: Plan = plan
-        self.shape: ModelShape = plan.shape
+        super().__init__(plan)
         self._ahead: bool = plan.capabilities.runs_ahead
-        rate = GPU_FLOPS_PER_MS[plan.shape.dtype_bytes] if self._ahead else CPU_FLOPS_PER_MS
-        self._host: float = HOST_BLOCK_MS * plan.shape.layers * rate
+        rate = GPU_FLOPS_PER_MS[self.shape.dtype_bytes] if self._ahead else CPU_FLOPS_PER_MS
+        self._host: float = HOST_BLOCK_MS * self.shape.layers * rate
         self._parts_of: dict[int, tuple[float, float, float]] = {}
-        self._ancestor_bytes = AncestorBytes(plan)
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
         return self._issued(microbatch, backward) if self._ahead else 0.0
@@ -234,7 +232,7 @@ class CountedMeter(Meter):
         return kept + logits_bytes(microbatch, self.shape)
 
     def working_bytes(self, microbatch: Microbatch) -> int:
-        return self._ancestor_bytes(microbatch) if self._ancestor_bytes.counts else 0
+        return self._ancestor_bytes(microbatch) if self._counts_attention else 0
 
     def _parts(self, microbatch: Microbatch) -> tuple[float, float, float]:
         """FLOPs of the parts of a forward: blocks without attention, head, attention."""
@@ -317,7 +315,7 @@ def full_launches(plan: Plan, microbatch: Microbatch) -> list[AttentionLaunch]:
     return found
 
 
-class MeasuredMeter(Meter):
+class MeasuredMeter(ShapeMeter):
     """Prices in milliseconds, from a calibration.
 
     The time of a microbatch is the sum of four parts: products of its blocks, by tokens; launches
@@ -329,16 +327,13 @@ class MeasuredMeter(Meter):
     unit: CostUnit = "ms"
 
     def __init__(self, calibration: Calibration, plan: Plan) -> None:
-        assert plan.shape is not None
+        super().__init__(plan)
         self.calibration: Calibration = calibration
-        self.plan: Plan = plan
-        self.shape: ModelShape = plan.shape
         attention = self.shape.linear_parameters / self.shape.layers
         attention -= 3 * self.shape.hidden * self.shape.intermediate
         # Queries, keys and values: about the work of a block before its attention.
         self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
         self._attention: dict[tuple[int, bool], float] = {}
-        self._ancestor_bytes = AncestorBytes(plan)
         self._launches: dict[tuple[int, int], list[AttentionLaunch]] = {}
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
@@ -425,7 +420,7 @@ class MeasuredMeter(Meter):
         A calibration measures one long sequence.
         """
         shape = self.shape
-        if not self._ancestor_bytes.counts:
+        if not self._counts_attention:
             return 0
         padding = PADDED_QUERIES * len(microbatch.segments)
         windows = set(shape.windows) - {0}
