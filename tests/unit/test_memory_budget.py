@@ -47,8 +47,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: found["reserved"])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found["allocated"])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     return found
 
 

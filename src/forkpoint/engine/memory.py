@@ -158,10 +158,9 @@ def measured_budget(
     states = ADAM_STATES * own_bytes if each is None else int(each * elements)
     needed += max(0, states - _state_bytes(every, device))
     free, total = torch.cuda.mem_get_info(device)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
     reserved = torch.cuda.memory_reserved(device)
-    if fraction is not None:
-        free = min(free, int(fraction(device) * total) - reserved)
+    free = min(free, int(fraction * total) - reserved)
     free += reserved - torch.cuda.memory_allocated(device)
     room = free - needed - margin_bytes(total)
     return max(LEAST_BYTES, room // GIB * GIB)
