@@ -353,7 +353,7 @@ def _split(
 
 
 def _check_coupling(proposals: Sequence[Proposal]) -> None:
-    """Raises RankError if coupled rollouts are on several ranks."""
+    """Raises ConfigError if coupled rollouts are on several ranks."""
     couples = max((p.couples for p in proposals), key=("", "groups", "batch").index)
     there = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
     if couples == "batch" and len(there) > 1:
