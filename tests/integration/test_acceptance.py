@@ -12,7 +12,7 @@ import pytest
 import torch
 from scenarios import CHAIN, LOSSES, TIGHT
 from steps import with_options
-from yardstick import Variant, gradient_faults, label, measure, step_faults, truth, value_faults
+from yardstick import Variant, gradient_faults, label, measure, step_faults, truth
 
 from forkpoint import Config, wrap
 from forkpoint.config import Boundary, Sharing
@@ -99,27 +99,6 @@ def test_weights_and_gradients_of_entropies(variant: Variant, loss: str) -> None
     check_steps(variant, loss, OF_ENTROPIES[variant, loss])
 
 
-@pytest.mark.parametrize("variant", slow_besides_every(9, VARIANTS), ids=str)
-def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
-    expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
-    faults = []
-    with lifted_upcasts(model):
-        policy = wrap(model)
-        for config in STEPS[variant, "grpo"]:
-            scores = with_options(policy, config).score(expected.batch, entropy=True)
-            assert scores.entropies is not None
-            name = label(config, scores.plan)
-            for found, dense in (
-                (scores.logprobs, expected.dense.logprobs_T),
-                (scores.entropies, expected.dense.entropies_T),
-            ):
-                faults += [f"{name}: {fault}" for fault in value_faults("scores", found, dense)]
-                assert not found.requires_grad, name
-            assert scores.events == scores.plan.events(backward=False), name
-    assert not faults, "\n".join(faults)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("loss", [GRPO(clip=0.2, kl=0.05), GSPO(clip=0.05)], ids=["grpo", "gspo"])
 def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
     variant, config = VARIANTS[8], Config(boundary="across", max_microbatch_tokens=CHAIN)
@@ -138,17 +117,6 @@ def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
             total += stats.loss
     assert total == pytest.approx(expected.dense.loss, abs=1e-10)
     assert not list(gradient_faults(model, expected, before))
-
-
-@pytest.mark.parametrize("loss", slow_besides_every(3, ["grpo", "gspo", "coupled"]))
-def test_scale_multiplies_gradients_and_not_the_loss(loss: str) -> None:
-    expected, model = truth(VARIANTS[8], loss), VARIANTS[8].build()
-    policy = wrap(model, Config(sharing="tree", boundary="across"))
-    with lifted_upcasts(model):
-        for scale in (0.25, 0.75):
-            stats = policy.forward_backward(expected.batch, LOSSES[loss], scale=scale)
-            assert stats.loss == pytest.approx(expected.dense.loss, abs=1e-10)
-    assert not list(gradient_faults(model, expected))
 
 
 def test_stats_say_what_ran() -> None:
