@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -39,6 +39,7 @@ from benchmarks.ranks.team import (
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
+from benchmarks.steps.capacity import Size
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one, device_for
 from benchmarks.steps.stepper import DENSE, GROUP, Stepper, Timed
@@ -46,10 +47,11 @@ from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.losses import GRPO
-from forkpoint.plan import builder
+from forkpoint.plan import Plan, builder
 from forkpoint.plan.longest import longest
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.units import size_in_bytes
 
 RESPONSES = [2048] * 8
 SAMPLES = (1, 2)
@@ -61,6 +63,16 @@ ACROSS: dict[str, Any] = dict(GROUP)
 Shape = Literal["qwen3-8b", "llama3-8b"]
 Way = Literal["by heads", "leaves dealt out"]
 WAYS: tuple[Way, ...] = ("by heads", "leaves dealt out")
+
+
+class _Longest(NamedTuple):
+    """The longest prompt that is predicted to fit, and its first step; without one, none fits."""
+
+    tokens: int
+    ms: float | None = None
+    peak_bytes: float | None = None
+
+
 Alone = tuple[float, float | None] | None
 """Milliseconds and peak bytes of the step on one rank; None where it does not fit."""
 ONE_RANK_BAR = 0.56
@@ -83,8 +95,9 @@ class Context(OnRanks):
         repeats: How often a step is timed after a first time.
         unchecked: Leave out the comparison of gradients.
         undense: Leave out dense training.
-        longest: The longest prompt whose step fits one rank and all ranks is predicted as well, and
-            a step of it runs on all ranks.
+        longest: The longest prompts whose steps fit one rank and all ranks are predicted as well,
+            with the prefix cache on the device, and a step of each runs.
+        device_memory: Limit the memory of each GPU to this.
         tiny: Tiny models and lengths divided by 64, to try the command out, on CPUs as well.
     """
 
@@ -99,6 +112,7 @@ class Context(OnRanks):
     unchecked: Flag = False
     undense: Flag = False
     longest: Flag = False
+    device_memory: Size = None
     tiny: Flag = False
 
     def check(self) -> None:
@@ -112,9 +126,14 @@ class Context(OnRanks):
                 "torchrun --nproc-per-node 2 -m benchmarks context."
             )
         device_for(self.NAME, tiny=self.tiny)
+        if self.device_memory is not None and not torch.cuda.is_available():
+            raise ConfigError("device_memory limits GPUs, and this process has none; leave it out.")
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         team = team_here()
+        if (limit := size_in_bytes(self.device_memory, "device_memory")) is not None:
+            _, total = torch.cuda.mem_get_info(team.device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), team.device)
         for shape in self.shapes:
             yield from _Measuring(self, shape, team, deadline).rows()
 
@@ -132,7 +151,7 @@ class _Measuring:
     def rows(self) -> Iterator[ResultRow]:
         if not self.options.unchecked and not self._over("comparison of gradients"):
             yield from self._checked()
-        alone, one_longest = self._one_rank()
+        alone, longest_alone = self._one_rank()
         for prompt, found in alone.items():
             figure = partial(self._row, f"P{prompt}, one rank")
             if found is None:
@@ -159,21 +178,21 @@ class _Measuring:
             if not self.options.undense and not self._over(f"dense, {self.shape}, P{prompt}"):
                 yield from self._dense(steps, prompt, timed)
         if self.options.longest and not self._over("the longest prompt"):
-            yield from self._longest(steps, one_longest)
+            yield from self._longest(steps, longest_alone)
 
     # One rank
     # ------------------------------------------------------------
 
-    def _one_rank(self) -> tuple[dict[int, Alone], int | None]:
-        """Steps on the first rank alone, by prompt, and the longest prompt that is predicted to
-        fit it. Collective."""
-        found: tuple[dict[int, Alone], int | None] = {}, None
+    def _one_rank(self) -> tuple[dict[int, Alone], _Longest | None]:
+        """Steps on the first rank alone, by prompt, and that of the longest prompt that is
+        predicted to fit it. Collective."""
+        found: tuple[dict[int, Alone], _Longest | None] = {}, None
         if self.team.rank == 0:
             found = self._measured_alone()
         self.team.free()
         return self.team.exchange(found)[0]
 
-    def _measured_alone(self) -> tuple[dict[int, Alone], int | None]:
+    def _measured_alone(self) -> tuple[dict[int, Alone], _Longest | None]:
         stepper = Stepper(
             self._model(self.dtype),
             compile_blocks=self.compiled,
@@ -197,8 +216,13 @@ class _Measuring:
                 found[prompt] = None
             else:
                 found[prompt] = timed.typical_ms, timed.peak_bytes
-        most = self._longest_of(policy) if self.options.longest else None
-        return found, most
+        if not self.options.longest or self.deadline.over("the longest prompt on one rank"):
+            return found, None
+        if not (tokens := self._longest_of(policy)):
+            return found, _Longest(0)
+        policy = policy.with_config(**self._of_longest())
+        timed = stepper.step(policy, self._longest_batch(tokens, stepper.vocab))
+        return found, _Longest(tokens, timed.typical_ms, timed.peak_bytes)
 
     # All ranks
     # ------------------------------------------------------------
@@ -217,7 +241,7 @@ class _Measuring:
         chosen = "leaves dealt out" if self._deals(steps, batch) else "by heads"
         for way, timed in ran.items():
             figure = partial(self._row, f"P{prompt}, {way}")
-            note = "chosen by the planner" if way == chosen else None
+            note = _outline(timed.plan) + (", chosen by the planner" if way == chosen else "")
             yield figure("shared step", timed.typical_ms, "ms", note=note)
             if timed.peak_bytes is not None:
                 yield figure("shared peak", timed.peak_bytes, "bytes")
@@ -275,22 +299,25 @@ class _Measuring:
             bound=shared.plan.bound,
         )
 
-    def _longest(self, steps: RankSteps, one_longest: int | None) -> Iterator[ResultRow]:
-        """The longest prompt with the same responses; then a step of it on all ranks."""
-        figure = partial(self._row, "longest prompt")
-        if one_longest is not None:
-            yield figure("predicted, one rank", one_longest, "tokens")
-        found = min(self.team.exchange(self._longest_of(steps.policy)))
-        yield figure("predicted, all ranks", found, "tokens")
-        if one_longest:
-            yield figure("all ranks over one", found / one_longest, "x", baseline="one rank")
-        if not found:
-            return
-        batch = self._longest_batch(found, steps.policy.host.shape.vocab)
-        timed = steps.time(batch, repeats=1, warm=0, planned=False, **self._of_longest())
-        yield figure("step of it", timed.typical_ms, "ms", note="the first one")
-        if timed.peak_bytes is not None:
-            yield figure("peak of it", timed.peak_bytes, "bytes")
+    def _longest(self, steps: RankSteps, alone: _Longest | None) -> Iterator[ResultRow]:
+        """The longest prompts with the same responses, and steps of them."""
+        tokens, timed = min(self.team.exchange(self._longest_of(steps.policy))), None
+        if tokens:
+            batch = self._longest_batch(tokens, steps.policy.host.shape.vocab)
+            timed = steps.time(batch, repeats=1, warm=0, planned=False, **self._of_longest())
+        ran = _Longest(tokens, timed and timed.typical_ms, timed and timed.peak_bytes)
+        for where, each in (("one rank", alone), ("all ranks", ran)):
+            if each is None:
+                continue
+            figure = partial(self._row, f"longest prompt, {where}")
+            yield figure("predicted to fit", each.tokens, "tokens")
+            if each.ms is not None:
+                yield figure("step of it", each.ms, "ms", note="the first one")
+            if each.peak_bytes is not None:
+                yield figure("peak of it", each.peak_bytes, "bytes")
+        if alone is not None and alone.tokens:
+            ratio = tokens / alone.tokens
+            yield self._row("longest prompt", "all ranks over one", ratio, "x", baseline="one rank")
 
     def _longest_of(self, policy: Policy) -> int:
         """The longest prompt whose plan fits the budget of this rank; 0 if none does."""
@@ -307,7 +334,8 @@ class _Measuring:
 
     def _of_longest(self) -> dict[str, Any]:
         """Changes of the configuration: with short microbatches, few lengths are tried."""
-        return {**ACROSS, "max_microbatch_tokens": max(1, LONGEST_MICROBATCH // self.scale)}
+        tokens = max(1, LONGEST_MICROBATCH // self.scale)
+        return {**ACROSS, "max_microbatch_tokens": tokens, "prefix_cache": "device"}
 
     def _longest_batch(self, prompt: int, vocab: int) -> RolloutBatch:
         return make_group(prompt, [n // self.scale for n in RESPONSES], vocab=min(vocab, 8192))
@@ -374,6 +402,13 @@ class _Measuring:
 
     def _group(self, prompt: int, responses: list[int], vocab: int) -> RolloutBatch:
         return make_group(max(2, prompt), responses, vocab=vocab)
+
+
+def _outline(plan: Plan) -> str:
+    """How many microbatches a plan has, and how they keep activations."""
+    kinds = {(m.checkpointing, m.activations) for m in plan.microbatches}
+    kept = "; ".join(f"checkpointing {c}, activations {a}" for c, a in sorted(kinds))
+    return f"{len(plan.microbatches)} microbatches: {kept}"
 
 
 def _forced(way: Way) -> AbstractContextManager[object]:
