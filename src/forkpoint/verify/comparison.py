@@ -8,7 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -120,44 +120,37 @@ def verify(
     return Transaction(policy.host.device).run(work)
 
 
+@dataclass(eq=False)
 class Comparison:
     """One comparison, with its arguments and the state that its runs share."""
 
-    routes: Routes | None
+    policy: StepPolicy
+    batch: RolloutBatch
+    loss: Loss
+    given: Denominators | None
+    """Denominators of the caller."""
+    router: RouterLoss | None
+    changes: Changes
+    routes: Routes | None = field(init=False)
     """Experts that the reference chose, which other runs use too; None if each run chooses its
     experts."""
-    not_held: str | None
+    not_held: str | None = field(init=False)
     """Reason why each run chooses its experts; None otherwise, and for models without experts."""
-    routed: RouterWork | None
-    denominators: Denominators
+    routed: RouterWork | None = field(init=False)
+    denominators: Denominators = field(init=False)
     """Denominators of the loss, over all ranks."""
 
-    def __init__(
-        self,
-        policy: StepPolicy,
-        batch: RolloutBatch,
-        loss: Loss,
-        given: Denominators | None,
-        router: RouterLoss | None,
-        changes: Changes,
-    ) -> None:
-        """`given`: denominators of the caller."""
-        self.policy: StepPolicy = policy
-        self.batch: RolloutBatch = batch
-        self.loss: Loss = loss
-        self.given: Denominators | None = given
-        self.router: RouterLoss | None = router
-        self.changes: Changes = changes
-        self.host: ModelHost = policy.host
-        self.comm: RankComm = RankComm(self.host.group, loss, self.host.links)
-        self.host.prepare(changes)
+    def __post_init__(self) -> None:
+        self.host: ModelHost = self.policy.host
+        self.comm: RankComm = RankComm(self.host.group, self.loss, self.host.links)
+        self.host.prepare(self.changes)
         self.dtype: torch.dtype = self.host.compute_dtype
         self.reference_dtype: torch.dtype = (
             torch.float32 if self.dtype.itemsize < 4 else torch.float64
         )
         self.double: bool = self.dtype == torch.float64
         """Whether the model is its own reference."""
-        self.last_tokens: bool = router is not None and router.last_token
+        self.last_tokens: bool = self.router is not None and self.router.last_token
         """Whether last tokens of rollouts run."""
 
     def report(self, *, hold_routes: bool, progress: Callable[[str], None] | None) -> VerifyReport:
