@@ -158,19 +158,6 @@ def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
 
 
-def test_scores_are_the_values_before_each_token() -> None:
-    model = critic("mistral")
-    with lifted_upcasts(model):
-        expected = values_of(model, acceptance_batch())
-        policy = wrap(model)
-        for config in CONFIGS[::2]:
-            scores = with_options(policy, config).score(acceptance_batch())
-            assert float((scores.values - expected).abs().max()) <= BAR
-            assert not scores.values.requires_grad and scores.entropies is None
-            assert scores.events == scores.plan.events(backward=False)
-    assert expected.any()
-
-
 def estimated(model: nn.Module) -> RolloutBatch:
     return with_values(forked_batch(), wrap(model).score(forked_batch()).values.cpu())
 

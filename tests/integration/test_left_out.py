@@ -380,27 +380,6 @@ def test_log_probs_that_are_asked_for() -> None:
     assert left_out(stats.plan, ADVANTAGES) == () and stats.plan.left_out.tail_tokens > 0
 
 
-def test_scores_are_of_all_rollouts_without_tails() -> None:
-    policy = wrap(model(), TREE)
-    dense = dense_of(GRPO(), ADVANTAGES)
-    with lifted_upcasts(model()):
-        scores = policy.score(ADVANTAGES)
-        clear_gradients(model())
-        logprobs = policy.logprobs(ADVANTAGES)
-        weights = torch.from_numpy(ADVANTAGES.advantages.copy())
-        (logprobs * weights).sum().backward()
-        found = {name: p.grad for name, p in model().named_parameters()}
-
-        def linear(outputs: Any, batch: Any) -> Tensor:
-            return (outputs.logprobs * batch.advantages).sum()
-
-        wanted = dense_run(model(), ADVANTAGES, FunctionLoss(linear)).gradients
-    assert relative_distance(found, wanted) < BAR
-    assert left_out(scores.plan, ADVANTAGES) == () and scores.plan.left_out.tail_tokens > 0
-    for values in (scores.logprobs, logprobs.detach()):
-        assert float((values - dense.logprobs_T).abs().max()) < BAR
-
-
 def test_statistics_of_routers_are_of_all_tokens() -> None:
     policy = wrap(expert_model("qwen3_moe", torch.float64), TREE)
     batch, loss = ADVANTAGES, GRPO()
