@@ -167,6 +167,6 @@ def forced_step(
 ) -> tuple[StepStats, RouteReplay]:
     """A step of the plan that is forced to the routes."""
     routers = found_routers(policy.host.model)
-    replay = RouteReplay(routes, len(routers), policy.host.device, plan, batch)
+    replay = RouteReplay(routes, len(routers), policy.host.device, plan)
     request = ComparedRequest(batch=batch, loss=loss, plan=plan, replay=replay)
     return run(policy, request, finish_training), replay

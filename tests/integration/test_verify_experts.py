@@ -25,7 +25,7 @@ from host_models import lora
 from steps import forked_batch
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
-from forkpoint.engine.microbatches import microbatch_tokens
+from forkpoint.engine.microbatches import prepare_microbatches
 from forkpoint.engine.route_replay import ReplayedRoutes, Routes
 from forkpoint.hosts import routers as routers_module
 from forkpoint.testing import DenseRun, dense_run, lifted_upcasts, tiny_model
@@ -148,7 +148,8 @@ def test_tokens_of_microbatches_are_tokens_of_the_batch() -> None:
     batch = forked_batch(vocab=256)
     for config in (TREE, ACROSS, WITHIN_CONFIG):
         plan = wrap(tiny_model("llama"), config).plan(batch)
-        tokens = np.concatenate([microbatch_tokens(plan, batch, m) for m in plan.microbatches])
+        prepared = prepare_microbatches(plan, batch, torch.device("cpu"))
+        tokens = np.concatenate([inputs.tokens for inputs in prepared])
         assert len(tokens) == plan.computed_tokens
         keys = Routes.to_record(batch).keys_T
         assert keys[tokens].min() >= 0

@@ -66,8 +66,11 @@ class MicrobatchInputs:
     trained_entry: IntArray
     """For each of them, the index of its entry among the n. Rollouts of one temperature that share
     a trained token share its entry."""
-    own: IntArray | None = None
-    """Places of the tokens in the microbatch, without padding at the end; None: all places."""
+    tokens: IntArray
+    """Positions of the t tokens in the batch's flat tokens, without padding at the end. A token of
+    several rollouts has its position in one of them."""
+    segments: IntArray
+    """Segment of each of these tokens in the plan's forest."""
     entries: int = 0
     """n"""
     own_entries: Tensor | None = None
@@ -234,22 +237,22 @@ def prepare_microbatches(
         microbatch_of_edge[edges] = microbatch.index
         places, numbers = entries.at(edges)
         place_of_entry[numbers] = np.arange(len(numbers))
-        pending.append((microbatch, tokens, positions, places, numbers))
+        pending.append((microbatch, segment, tokens, positions, places, numbers))
     microbatch_of_token = microbatch_of_edge[token_edge[trained]]
     by_microbatch = np.argsort(microbatch_of_token, kind="stable")
     bounds = np.searchsorted(
         microbatch_of_token[by_microbatch], np.arange(len(plan.microbatches) + 1)
     )
     prepared = []
-    for microbatch, tokens, positions, places, numbers in pending:
+    for microbatch, segment, tokens, positions, places, numbers in pending:
         here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
         of = split.of(microbatch)
         own, entries_here = of.own(len(tokens)), of.own_entries(places)
-        count = len(numbers)
+        count, padding = len(numbers), 0
         if own is not None:
             padding = of.padding(len(tokens))
-            tokens, positions = tokens[own], positions[..., own]
-            own = own[: len(own) - padding]
+            segment, tokens, positions = segment[own], tokens[own], positions[..., own]
+        length = len(tokens) - padding
         if entries_here is not None:
             numbers, places = numbers[entries_here[0]], entries_here[1]
         temperatures = on_device(temperature[numbers], device) if uses_temperature else None
@@ -264,7 +267,8 @@ def prepare_microbatches(
                 head_temperatures=temperatures,
                 trained_tokens=trained[here],
                 trained_entry=place_of_entry[entries.of_trained[here]],
-                own=own,
+                tokens=tokens[:length],
+                segments=segment[:length],
                 entries=count,
                 own_entries=None if entries_here is None else on_device(entries_here[0], device),
                 media=_media_rows(batch, tokens, device),
@@ -287,10 +291,3 @@ def _media_rows(batch: RolloutBatch, tokens: IntArray, device: torch.device) -> 
         parts=tuple((n, on_device(row[medium == n], device)) for n in np.unique(medium).tolist()),
         order=on_device(np.argsort(by_medium, kind="stable"), device),
     )
-
-
-def microbatch_tokens(plan: Plan, batch: RolloutBatch, microbatch: Microbatch) -> IntArray:
-    """int64 [T]: for each token of a microbatch its position in the batch's flat tokens, in one of
-    the rollouts that share it."""
-    segment, step = token_steps(plan.forest, microbatch)
-    return plan.forest.segment_tokens(batch.offsets)[segment] + step

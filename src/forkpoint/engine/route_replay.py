@@ -17,13 +17,12 @@ from torch import Tensor
 from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature, Links
 from forkpoint.engine.host import RouterSet
-from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
+from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, Instruction
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.tree import token_steps
 from forkpoint.tree.forest import IntArray, build_forest, sort_rollouts
 
 
@@ -219,13 +218,12 @@ class RouteReplay(ForcedRoutes, Feature):
         layers: int,
         device: torch.device,
         plan: Plan,
-        batch: RolloutBatch,
         *,
         record: bool = False,
     ) -> None:
-        """`plan`: the plan of `batch` that the step runs."""
+        """`plan`: the plan that the step runs."""
         super().__init__(routes, layers, device, record=record)
-        self._plan, self._batch = plan, batch
+        self._multiplicity: IntArray = plan.forest.multiplicity
         self._positions: dict[int, tuple[Tensor, Tensor]] = {}
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
@@ -235,13 +233,9 @@ class RouteReplay(ForcedRoutes, Feature):
             return
         microbatch = inputs.microbatch
         if microbatch.index not in self._positions:
-            token_T = microbatch_tokens(self._plan, self._batch, microbatch)
-            segment_T, _ = token_steps(self._plan.forest, microbatch)
-            keys, rollouts = self._routes.keys_T[token_T], self._plan.forest.multiplicity[segment_T]
-            if inputs.own is not None:
-                padding = inputs.input_ids.shape[1] - len(inputs.own)
-                keys = np.pad(keys[inputs.own], (0, padding), constant_values=-1)
-                rollouts = np.pad(rollouts[inputs.own], (0, padding))
+            padding = inputs.input_ids.shape[1] - len(inputs.tokens)
+            keys = np.pad(self._routes.keys_T[inputs.tokens], (0, padding), constant_values=-1)
+            rollouts = np.pad(self._multiplicity[inputs.segments], (0, padding))
             self._positions[microbatch.index] = (
                 on_device(keys, self._device),
                 on_device(rollouts, self._device),

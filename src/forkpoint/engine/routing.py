@@ -26,7 +26,6 @@ from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, SCORE, Instruction
 from forkpoint.plan.routing import paths
-from forkpoint.tree import token_steps
 from forkpoint.tree.forest import Forest, IntArray
 
 
@@ -266,9 +265,7 @@ class Routing(Feature):
         """int64 [T], the segment of each token that this rank runs; padding, if any, follows."""
         index = inputs.microbatch.index
         if index not in self._segment_of:
-            segment, _ = token_steps(self.plan.forest, inputs.microbatch)
-            segment = segment if inputs.own is None else segment[inputs.own]
-            self._segment_of[index] = on_device(segment, self._device)
+            self._segment_of[index] = on_device(inputs.segments, self._device)
         return self._segment_of[index]
 
     # The loss

@@ -222,7 +222,7 @@ def route_replay(host: ModelHost, plan: Plan, batch: RolloutBatch) -> RouteRepla
         return None
     routers = host.routers
     routes = Routes.given(plan, batch, host.device, routers)
-    return RouteReplay(routes, len(routers.found), host.device, plan, batch)
+    return RouteReplay(routes, len(routers.found), host.device, plan)
 
 
 def move_biases(host: ModelHost, counts: object, rate: float, *, centered: bool) -> None:

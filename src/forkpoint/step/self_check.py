@@ -311,12 +311,7 @@ class StockComparison:
         if self.routes is None:
             return None
         self.run = RouteReplay(
-            self.routes,
-            len(self.routers),
-            self.host.device,
-            self.plan,
-            self.sample,
-            record=record,
+            self.routes, len(self.routers), self.host.device, self.plan, record=record
         )
         if not record:
             force_routers(self.routers, self.run.choose, self.changes)

@@ -370,7 +370,7 @@ class Comparison:
             routes = None
             if self.routes is not None:
                 layers = len(host.routers.found)
-                routes = RouteReplay(self.routes, layers, host.device, plan, self.batch)
+                routes = RouteReplay(self.routes, layers, host.device, plan)
             shared, stats = self._shared(plan, routes)
         finally:
             self.changes.undo(mark)
