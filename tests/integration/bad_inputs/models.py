@@ -162,7 +162,9 @@ MODELS: tuple[Kind, ...] = (
     ),
     model_kind(
         adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
-        message="prompt_encoder.default is a peft.tuners.prompt_tuning.model.PromptEmbedding,",
+        message="prompt_encoder.default is a peft.tuners.prompt_tuning.model.PromptEmbedding, "
+        "which has not been shown exact. Of peft's adapters, LoRA, DoRA and trainable tokens have "
+        "been shown exact. Use one of these, or merge the adapter",
     ),
     model_kind(
         lambda m: lora(m, alora_invocation_tokens=[1, 2], target_modules=["q_proj"]),

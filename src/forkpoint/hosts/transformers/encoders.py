@@ -80,8 +80,8 @@ class TransformersEncoder(Encoder):
             strange = sorted(medium.inputs.keys() - _arguments(features) - self._of_positions())
             if strange:
                 raise UnsupportedError(
-                    f"{medium!r} has the input {strange[0]!r}, which {name} does not take for a "
-                    f"{medium.kind}. Leave it out."
+                    f"{medium!r} has the input {strange[0]!r}, which {name} does not take for "
+                    f"media of kind {medium.kind!r}. Leave it out."
                 )
             needed = _required(features)
             if family.axes:
@@ -89,8 +89,8 @@ class TransformersEncoder(Encoder):
             missing = sorted(needed - medium.inputs.keys())
             if missing:
                 raise UnsupportedError(
-                    f"{medium!r} lacks the input {missing[0]!r}, which {name} needs for a "
-                    f"{medium.kind}. Give the inputs as the model's processor makes them."
+                    f"{medium!r} lacks the input {missing[0]!r}, which {name} needs for media "
+                    f"of kind {medium.kind!r}. Give the inputs as the model's processor makes them."
                 )
             single = sorted(n for n, x in medium.inputs.items() if not len(x.shape))
             if single:

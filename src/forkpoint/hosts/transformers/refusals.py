@@ -77,6 +77,11 @@ RECOMPUTE = (
     "model.gradient_checkpointing_enable()."
 )
 """Remedy for torch's CheckpointWrapper."""
+OTHER_ADAPTERS = (
+    "Of peft's adapters, LoRA, DoRA and trainable tokens have been shown exact. Use one of these, "
+    "or merge the adapter into the weights if its kind has merge_and_unload()."
+)
+"""Remedy for other adapters of peft."""
 
 
 def check_modules(
@@ -96,8 +101,12 @@ def check_modules(
     for name, module in every_module(model):
         if module in idle:
             continue
-        wraps = plain_class(module).__name__ == "CheckpointWrapper"
-        check_code(name, module, allowed, RECOMPUTE if wraps else remedy, parallel_forward)
+        kind, advice = plain_class(module), remedy
+        if kind.__name__ == "CheckpointWrapper":
+            advice = RECOMPUTE
+        elif kind.__module__.startswith("peft."):
+            advice = OTHER_ADAPTERS
+        check_code(name, module, allowed, advice, parallel_forward)
         for adapter, variant in vars(module).get("lora_variant", {}).items():
             if not type(variant).__name__.startswith("Dora"):
                 raise UnsupportedError(
