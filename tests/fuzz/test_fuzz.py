@@ -133,7 +133,7 @@ def test_its_dense_run_is_that_of_one_rollout_at_a_time(seed: int) -> None:
         batch, padded = fuzz_check._dense(model, case)
         single = dense_run(model, batch, case.loss, case.denominators)
     assert abs(single.loss - padded.loss) < 1e-12
-    assert torch.allclose(single.logprobs_T, padded.logprobs_T, atol=1e-12, rtol=0)
+    assert torch.allclose(single.per_token["logprobs"], padded.logprobs_T, atol=1e-12, rtol=0)
     for name, wanted in single.gradients.items():
         found = padded.gradients[name]
         zero = torch.zeros(1, dtype=torch.float64)

@@ -150,5 +150,5 @@ def step_error(
     tolerance = 1e-10 if double else 1e-4
     assert stats.computed_tokens < stats.logical_tokens or config.sharing == "none"
     assert abs(stats.loss - dense.loss) < tolerance
-    assert float((stats.logprobs - dense.logprobs_T).abs().max()) < tolerance
+    assert float((stats.logprobs - dense.per_token["logprobs"]).abs().max()) < tolerance
     return relative_distance(found, dense.gradients)

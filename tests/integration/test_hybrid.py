@@ -131,8 +131,8 @@ def test_scores_are_those_of_a_dense_forward() -> None:
             scores = with_options(policy, config).score(expected.batch, entropy=True)
             assert scores.entropies is not None
             faults = [
-                *value_faults("log-probs", scores.logprobs, expected.dense.logprobs_T),
-                *value_faults("entropies", scores.entropies, expected.dense.entropies_T),
+                *value_faults("log-probs", scores.logprobs, expected.dense.per_token["logprobs"]),
+                *value_faults("entropies", scores.entropies, expected.dense.per_token["entropies"]),
             ]
             assert not faults, f"{label(config, scores.plan)}: {faults}"
 

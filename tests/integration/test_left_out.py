@@ -113,7 +113,7 @@ def step(loss: Any, batch: RolloutBatch, config: Config, **options: Any) -> Step
     away = np.repeat(np.isin(batch.rollout_ids, left_out(stats.plan, batch)), batch.lengths)
     away_T = torch.from_numpy(away & batch.loss_mask)
     assert torch.equal(stats.logprobs.isnan(), away_T)
-    assert float((stats.logprobs - dense.logprobs_T)[~away_T].abs().max()) < BAR
+    assert float((stats.logprobs - dense.per_token["logprobs"])[~away_T].abs().max()) < BAR
     return stats
 
 

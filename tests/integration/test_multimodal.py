@@ -114,7 +114,7 @@ def test_losses_scores_and_recomputation(family: str) -> None:
             assert stats.loss == pytest.approx(dense.loss, rel=BAR)
             assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
         dense = dense_run(model, BATCH, as_loss(weighted))
-        assert (policy.score(BATCH).logprobs - dense.logprobs_T).abs().max() < BAR
+        assert (policy.score(BATCH).logprobs - dense.per_token["logprobs"]).abs().max() < BAR
         clear_gradients(model)
         found = policy.logprobs(BATCH)
         batch_mask = torch.tensor(BATCH.loss_mask)

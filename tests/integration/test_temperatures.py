@@ -100,9 +100,9 @@ def test_scores_entropies_and_logprobs() -> None:
             found[name] = gradients(model)
             assert scores.entropies is not None
             for what, values, dense in (
-                ("scores", scores.logprobs, expected.dense.logprobs_T),
-                ("entropies", scores.entropies, expected.dense.entropies_T),
-                ("logprobs", logprobs.detach(), expected.dense.logprobs_T),
+                ("scores", scores.logprobs, expected.dense.per_token["logprobs"]),
+                ("entropies", scores.entropies, expected.dense.per_token["entropies"]),
+                ("logprobs", logprobs.detach(), expected.dense.per_token["logprobs"]),
             ):
                 faults += [f"{name}: {fault}" for fault in value_faults(what, values, dense)]
     assert not faults, "\n".join(faults)

@@ -76,7 +76,7 @@ def measure(
 def own_logprobs(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     """[T], by a dense forward of a float64 model."""
     with lifted_upcasts(model), torch.no_grad():
-        return dense_run(model, batch, LogLikelihood()).logprobs_T
+        return dense_run(model, batch, LogLikelihood()).per_token["logprobs"]
 
 
 @cache
@@ -129,7 +129,9 @@ def step_faults(model: PreTrainedModel, stats: StepStats, expected: Truth) -> It
     run_T = torch.from_numpy(labels_run(expected.batch.offsets, stats.plan.run_lengths))
     run_T |= torch.from_numpy(~expected.batch.loss_mask)
     assert bool((stats.logprobs.isnan() == ~run_T).all())
-    yield from value_faults("log-probs", stats.logprobs[run_T], expected.dense.logprobs_T[run_T])
+    yield from value_faults(
+        "log-probs", stats.logprobs[run_T], expected.dense.per_token["logprobs"][run_T]
+    )
     yield from gradient_faults(model, expected)
 
 

@@ -274,11 +274,11 @@ def test_windows_and_sinks_matter(family: str) -> None:
     """Without its window the model says something else, so that the test above is about it."""
     model = build(family)
     with lifted_upcasts(model), torch.no_grad():
-        own = dense_run(model, batch(), LogLikelihood()).logprobs_T
+        own = dense_run(model, batch(), LogLikelihood()).per_token["logprobs"]
         for module in model.modules():
             if getattr(module, "sliding_window", None):
                 module.sliding_window = None
-        other = dense_run(model, batch(), LogLikelihood()).logprobs_T
+        other = dense_run(model, batch(), LogLikelihood()).per_token["logprobs"]
     assert float((own - other).abs().max()) > 1e-3
 
 

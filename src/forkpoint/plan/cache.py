@@ -18,42 +18,29 @@ children read.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from forkpoint.plan.program import BACKWARD, FORWARD, RETURN, SHARE, Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
 
-class CacheLayout(NamedTuple):
-    """Slots of the prefix cache, by segment."""
-
-    tokens: Mapping[int, int]
-    """First slot of each segment that other microbatches read. A slot holds the data of one token
-    in all layers."""
-    tokens_used: int
-    """Largest number of these slots at a time."""
-    states: Mapping[int, int]
-    """Slot of each segment that a segment of another microbatch starts from. States have separate
-    slots."""
-    states_used: int
-
-
 def allocate_cache(
     forest: Forest, microbatches: Sequence[Microbatch], program: Program
-) -> CacheLayout:
+) -> tuple[dict[int, int], int, dict[int, int], int]:
     """Assign cache slots to every segment that another microbatch reads.
 
     Args:
         microbatches: those of the plan, by their index.
         program: their instructions, in the order in which they run.
+
+    Returns:
+        `cache_of`, `cache_tokens`, `state_of` and `cache_states` of the plan.
     """
     read, forks = captured_segments(forest, microbatches)
     lengths = {segment: int(forest.length[segment]) for segment in read}
-    return CacheLayout(
-        *_first_fit(lengths, program, microbatches),
-        *_first_fit(dict.fromkeys(forks, 1), program, microbatches),
-    )
+    tokens = _first_fit(lengths, program, microbatches)
+    states = _first_fit(dict.fromkeys(forks, 1), program, microbatches)
+    return *tokens, *states
 
 
 def captured_segments(

@@ -109,11 +109,13 @@ class Plan:
     """Instructions of `forward_backward`. They begin with a pass of scores if the loss couples
     rollouts in several microbatches."""
     cache_of: CacheSlots = field(default_factory=CacheSlots)
-    """First cache slot of every segment whose prefix cache other microbatches read."""
+    """First cache slot of every segment whose prefix cache other microbatches read. A slot holds
+    the data of one token in all layers."""
     cache_tokens: int = 0
     """Largest number of tokens in the prefix cache at a time."""
     state_of: Mapping[int, int] = field(default_factory=dict)
-    """State slot of every segment that a segment of another microbatch starts from."""
+    """Slot of every segment that a segment of another microbatch starts from, among those of
+    states."""
     cache_states: int = 0
     """Largest number of states of segments at a time, in layers that carry a state."""
     rollouts: int = 0
@@ -552,14 +554,14 @@ class Plan:
         return self._in_order(program)
 
     def _in_order(self, program: Program) -> Self:
-        cache = allocate_cache(self.forest, self.microbatches, program)
+        slots, tokens, state_of, states = allocate_cache(self.forest, self.microbatches, program)
         return replace(
             self,
             program=program,
-            cache_of=CacheSlots(cache.tokens),
-            cache_tokens=cache.tokens_used,
-            state_of=cache.states,
-            cache_states=cache.states_used,
+            cache_of=CacheSlots(slots),
+            cache_tokens=tokens,
+            state_of=state_of,
+            cache_states=states,
         )
 
     def explain(self, *, width: int = 100) -> str:

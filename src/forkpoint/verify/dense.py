@@ -38,18 +38,6 @@ class DenseRun:
     router_loss: float | None = None
     """Router loss of a mixture of experts; None without one."""
 
-    @property
-    def logprobs_T(self) -> Tensor:
-        return self.per_token["logprobs"]
-
-    @property
-    def entropies_T(self) -> Tensor:
-        return self.per_token["entropies"]
-
-    @property
-    def values_T(self) -> Tensor:
-        return self.per_token["values"]
-
 
 @dataclass(frozen=True, eq=False)
 class RouterSums:
