@@ -81,6 +81,12 @@ def saved_embeddings(model: Any) -> Any:
     ).double()
 
 
+def adapted_critic(model: Any) -> Any:
+    """LoRA, with a trained copy of the head, as peft makes it for token classifiers."""
+    adapters = LoraConfig(r=4, target_modules=["q_proj"], task_type="TOKEN_CLS")
+    return get_peft_model(model, adapters).double()
+
+
 TIED = {"tie_word_embeddings": True}
 RECOMPUTED = replace(DEEP, activations="recompute")
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
@@ -106,6 +112,12 @@ CASES: dict[str, Case] = {
     "mixed": of(config=replace(DEEP, boundary="mixed")),
     "float32 sums": of(config=replace(DEEP, grad_accumulation_dtype="float32")),
     "values": of(make=critic, loss=ValueLoss(), rollouts=(valued(group(0, 9, 20, 8)),)),
+    "values, adapters": of(
+        make=critic,
+        around=adapted_critic,
+        loss=ValueLoss(),
+        rollouts=(valued(group(0, 9, 20, 8)),),
+    ),
     "data": of_data(loss=GSPO()),
     "data, replicated": of_data(hold=over_replicas),
     "data, a rank without rollouts": of_data(rollouts=EMPTY),

@@ -163,17 +163,19 @@ class TransformersStage(HeldStage):
         for n in range(len(decoder.layers)):
             if n not in wanted:
                 decoder.layers[n] = PassedLayer(gate, is_entrance=n == wanted[0] - 1)
+        # Adapters, and trained copies, are modules below embeddings and heads.
+        dropped: list[nn.Module] = []
         if not stage.is_last:
             for name in FINAL_NORMS:
                 if isinstance(getattr(decoder, name, None), nn.Module):
                     setattr(decoder, name, PassedLayer(gate))
-            _drop_weight(head, device)
+            dropped += head.modules()
         if not stage.is_first:
-            # Adapters are modules below the embeddings. The head of the last stage may have the
-            # weight of the embeddings, but not these.
-            kept = embeddings.weight if gate.tied and stage.is_last else None
-            for module in [*embeddings.modules(), *idle]:  # encoders of images are idle
-                _drop_weight(module, device, kept)
+            dropped += [*embeddings.modules(), *idle]  # encoders of images are idle
+        # The head of the last stage may have the weight of the embeddings.
+        kept = embeddings.weight if gate.tied and stage.is_last else None
+        for module in dropped:
+            _drop_weight(module, device, kept)
 
     def _undo_layout(self, stage: Stage) -> None:
         """Replace transformers' substitutes for the head and the embeddings.
