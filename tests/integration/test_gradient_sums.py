@@ -4,33 +4,14 @@ from dataclasses import replace
 
 import torch
 from steps import clear_gradients, forked_batch, gradients
-from torch import Tensor, nn
+from torch import Tensor
 
 from forkpoint import Config, RolloutBatch, wrap
-from forkpoint.engine.changes import Changes
-from forkpoint.engine.gradients import GradientSums
 from forkpoint.losses import GRPO
 from forkpoint.losses.views import batch_denominators
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
-
-
-def test_what_bfloat16_would_lose_is_kept() -> None:
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    for _ in range(1000):
-        parameter.sum().backward()
-    assert parameter.grad is not None and parameter.grad.item() == 256
-    parameter.grad = None
-    sums = GradientSums([parameter])
-    with Changes() as changes:
-        sums.collect(changes, [parameter])
-        for _ in range(1000):
-            parameter.sum().backward()
-    assert parameter.grad is None
-    sums.add_to_gradients()
-    assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
-    assert parameter.grad.item() == 1000
 
 
 def test_a_step_is_the_rounded_sum_of_its_microbatches() -> None:
