@@ -137,7 +137,7 @@ class _Measuring:
 
     def _alone(self) -> dict[int, float]:
         """Milliseconds of each step on this rank alone, by the size of its groups."""
-        stepper = Stepper(self._model(), compile_blocks=False, self_check=False, **self.limits)
+        stepper = Stepper(self._model(), compile_blocks=None, self_check=False, **self.limits)
         policy, found = stepper.configured(), dict[int, float]()
         for size in self.options.group_sizes:
             batch = self._batch(size)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_of_ranks import MIXTURE, Case, check, named, over_replicas
+from cases_of_ranks import MIXTURE, Case, check, named, on_ranks_of, over_replicas
 from peft import LoraConfig, get_peft_model
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import (
+    BAR,
     DEEP,
     EMPTY,
     HOSTED,
@@ -27,6 +28,7 @@ from scenarios_of_ranks import (
     through_logprobs,
     tree,
 )
+from test_context_parallel import compiled
 from test_ranks import checkpointed, critic, frozen_but, valued
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -198,6 +200,29 @@ def stepped(policy: forkpoint.Policy) -> Any:
 
 def events() -> tuple[str, ...]:
     return stepped(forkpoint.wrap(made(), DEEP, mesh=mesh_of(2))).events
+
+
+COMPILED = {
+    "checkpointed": of(config=replace(DEEP, checkpointing="full"), loss=GSPO()),
+    "context, offloaded": of_split(
+        cp=2, config=replace(DEEP, checkpointing="selective", activations="offload")
+    ),
+    **{name: CASES[name] for name in ("tied, four", "own checkpoints", "data, accumulated")},
+}
+
+
+@named(COMPILED)
+def test_compiled_stages(name: str, tmp_path: Path) -> None:
+    for found in on_ranks_of(COMPILED[name], tmp_path, compiled, None):
+        assert found["error"] < BAR and found["scores"] < BAR, found
+        assert found["graphs"] and not found["failed"], found
+
+
+@pytest.mark.slow
+def test_a_stage_runs_eagerly_where_the_compiler_fails(tmp_path: Path) -> None:
+    first, second = on_ranks_of(of(steps=2), tmp_path, compiled, 1)
+    assert max(first["error"], second["error"]) < BAR
+    assert not first["failed"] and "no such kernel" in second["failed"][0]
 
 
 def test_each_stage_has_an_order_of_its_own() -> None:

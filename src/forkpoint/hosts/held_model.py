@@ -80,12 +80,11 @@ class HeldModel:
         self._check_model()
         self.group.check(self.model, training=True)
         context = self.topology.relations.get("context", ())
-        staged = "stage" in self.topology.relations
-        why = self._why_eager(staged=staged, context=bool(context))
+        why = self._why_eager(context=bool(context))
         if compile_blocks and why:
             raise UnsupportedError(
-                "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                f"been shown exact {why}. Leave compile_blocks out."
+                "Config(compile_blocks=True) asks for compiled decoder blocks, which are not "
+                f"supported {why}. Leave compile_blocks out."
             )
         self.compiling: Compiling = Compiling(False if why else compile_blocks)
         shape = self.entry.shape()  # which refuses parts of heads
@@ -93,15 +92,14 @@ class HeldModel:
             self.entry.check_context_parallel(len(context))
         return shape
 
-    def _why_eager(self, *, staged: bool, context: bool) -> str:
-        """Parallelism with which compiled blocks have not been shown exact; "" if there is none."""
+    def _why_eager(self, *, context: bool) -> str:
+        """Parallelism with which blocks are not compiled; "" if there is none."""
         if self.group.splits:
             return "where their modules are split over ranks"
-        if context and self.entry.checkpointed:
-            return "with context parallelism of a model that checkpoints itself"
         if context and self.entry.shape().recurrent_layers:
+            # They would be compiled again for each number of tokens.
             return "with context parallelism of layers that carry a state"
-        return "on stages of a pipeline" if staged else ""
+        return ""
 
     def _link_stages(self, ranks: StageRanks | None, shape: ModelShape) -> Links:
         """The links to the previous and the next stage. Collective if the ranks are stages."""
