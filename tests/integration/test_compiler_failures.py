@@ -151,6 +151,30 @@ def test_other_calls_fall_back(
 
 
 @pytest.mark.slow
+def test_a_block_that_has_run_in_part_ends_the_step(
+    monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    """Blocks with routers have several graphs."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    mixture = tiny_model("qwen3_moe", num_hidden_layers=2, **experts)
+    with lifted_upcasts(mixture):
+        dense = dense_run(mixture, BATCH, LOSS).gradients
+    policy = wrap(mixture, replace(COMPILED, self_check=False))
+    failing(monkeypatch, backward=False, after=1)
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False),
+        pytest.raises(UnsupportedError, match="Run the step again: blocks run eagerly"),
+    ):
+        policy.forward_backward(BATCH, LOSS)
+    assert all(p.grad is None for p in mixture.parameters())
+    check_exact(policy, dense, accumulated=False)
+    assert len(log()) == 1
+
+
+@pytest.mark.slow
 def test_a_missing_compiler(
     model: nn.Module,
     dense: Any,

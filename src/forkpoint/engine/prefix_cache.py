@@ -167,6 +167,11 @@ class Capture:
     """False after the microbatch's forward, because a recomputation must not write to the cache."""
     _taken: set[Key] = field(default_factory=set, init=False)
 
+    @property
+    def count(self) -> int:
+        """Number of tensors captured so far."""
+        return len(self._taken)
+
     def takes(self, key: Key) -> bool:
         """Whether to capture a tensor now: once for each key, in the microbatch's forward.
 

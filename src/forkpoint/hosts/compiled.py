@@ -15,6 +15,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.compiled_attention import BlockCall, forget_calls, number_modules
 from forkpoint.hosts.modules import HOOKS, every_module
@@ -109,7 +110,8 @@ class CompiledBlocks:
 
         If the compiler fails at a block, the block runs eagerly in the same step, because ending
         the step would leave other ranks in its collectives. So backwards are compiled together with
-        forwards.
+        forwards. The step
+        ends only if a part of the block has run already, as in blocks of several graphs.
         """
         if not self.compiling.announced:
             self.compiling.announced = True
@@ -150,6 +152,8 @@ class CompiledBlocks:
         if not isinstance(context, CallContext) or modules[0] in context.ends_in:
             return own(*args, **kwargs)
         if self.compiling.failure is None:
+            capture = context.state.capture
+            before = len(self._handles), capture and capture.count
             try:
                 with BlockCall(context, modules, self._handles):
                     return compiled(*args, **kwargs)
@@ -157,6 +161,12 @@ class CompiledBlocks:
                 if not self.compiling.give_up(error):
                     raise
                 _log.warning(WARNING, self.compiling.failure)
+                if before != (len(self._handles), capture and capture.count):
+                    raise UnsupportedError(
+                        "torch's compiler failed in a part of a decoder block after another part "
+                        "had run, so this step cannot continue. Run the step again: blocks run "
+                        "eagerly from now on. Or set Config(compile_blocks=False)."
+                    ) from error
         return own(*args, **kwargs)
 
 
