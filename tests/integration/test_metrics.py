@@ -92,6 +92,7 @@ def test_metrics_are_those_of_a_loop(loss: Any, clips: Any, left_out: bool) -> N
         "clip_fraction": clipped / len(tokens),
         "trained_tokens": batch.trained_tokens,
         "computed_tokens": stats.computed_tokens,
+        "step_ms": sum(stats.phase_ms.values()),
     }
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value, rel=1e-10, abs=1e-13), name
