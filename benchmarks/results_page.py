@@ -492,7 +492,8 @@ time is extrapolated from two rollouts, and with 12 layers it is of an earlier r
 
 {context}
 
-Pipeline parallelism: Qwen3-8B in two stages, microbatches of at most 4,096 tokens. The *bubble* is
+Pipeline parallelism: Qwen3-8B in two stages, microbatches of at most 4,096 tokens, decoder blocks
+not compiled on either side. The *bubble* is
 the share of the GPUs' time that is idle or spent on communication: 1 minus half the ratio to one
 GPU. *Waits* is the share of one step's time in which a stage waits for another. *With three
 barriers* is the predicted bubble of the usual order, in which all stages finish a phase before any
