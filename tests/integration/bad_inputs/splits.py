@@ -98,7 +98,7 @@ SPLITS: tuple[Kind, ...] = (
         call=in_process_group(in_stages),
     ),
     Kind(
-        message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not",
+        message="Config(compile_blocks=True) asks for compiled decoder blocks, which are not",
         call=in_process_group(compiled),
     ),
     Kind(
