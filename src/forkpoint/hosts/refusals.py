@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
 from forkpoint.hosts.modules import HOOKS, every_module, every_parameter, plain_class
-from forkpoint.hosts.wrappers import set_forward
+from forkpoint.hosts.wrappers import is_compiled_class, set_forward
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KNOWN_HOOKS: tuple[Definition, ...] = (
@@ -59,6 +59,12 @@ def check_code(
         known: whether the library itself has set the module's forward.
     """
     where, kind = name or "the model", plain_class(module)
+    if is_compiled_class(kind):  # the checks run without those that can be removed
+        raise UnsupportedError(
+            f"{where} was compiled by torch.compile before fully_shard, which has not been shown "
+            "exact. Leave the compilation out (torchtitan's compile.enable), because forkpoint "
+            "compiles blocks itself, or compile in place with module.compile()."
+        )
     if not f"{kind.__module__}.".startswith(allowed):
         raise UnsupportedError(
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown exact. "

@@ -171,6 +171,11 @@ def _compiled_class() -> type | None:
     return getattr(sys.modules.get(DYNAMO), "OptimizedModule", None)
 
 
+def is_compiled_class(kind: type) -> bool:
+    """Whether torch.compile returns modules of this class."""
+    return kind is _compiled_class()
+
+
 def uncompiled(model: Any, name: str = "the model") -> Any:
     """The original of a module that torch.compile returned; other modules unchanged.
 
