@@ -24,7 +24,7 @@ from test_dealt_leaves import dealt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from forkpoint import RolloutBatch, wrap
+from forkpoint import Config, RolloutBatch, wrap
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GSPO
 from forkpoint.rollouts.rollout import Rollout
@@ -218,3 +218,19 @@ def test_dealt_places_leave_the_gradients_of_one_process(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3"])
 def test_images_in_leaves_that_ranks_run_whole(name: str, tmp_path: Path) -> None:
     assert all(found["dealt"] for found in check(PARTS[name], tmp_path, dealt))
+
+
+def images_in_responses() -> list[Rollout]:
+    """A long prompt, and eight responses of unequal lengths, each with an image of its own."""
+    text = texts(7)
+    prompt = [text(30)]
+    return [
+        rollout("qwen3_vl", prompt, [text(n + 1), image("qwen3_vl", n), text(2)], 0.3 * n - 1)
+        for n in range(8)
+    ]
+
+
+def test_images_of_leaves_that_exchange_responses(tmp_path: Path) -> None:
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=48)
+    case = in_parts("qwen3_vl", images_in_responses(), config=config)
+    assert all(found["dealt"] > 1 for found in check(case, tmp_path, dealt))

@@ -460,7 +460,10 @@ class Builder:
         found = deal(plan, entries_S)
         if self._first_passes(found) != self._first_passes(plan):
             found = deal(plan, entries_S, pooled=False)
-        return found
+        if found is plan or not plan.media:
+            return found
+        # Leaves exchange the media of the trees too.
+        return replace(found, media=planned_media(self.batch, found.forest, found.microbatches))
 
     def _first_passes(self, plan: Plan) -> tuple[bool, bool]:
         """Whether a pass must count experts for the router loss, and whether the loss needs a pass
