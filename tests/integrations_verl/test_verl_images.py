@@ -1,5 +1,6 @@
 """Rows with images in forkpoint's engines, beside verl's own FSDP2 engine, on CPUs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from harness import (
     VOCABULARY,
     Case,
     both,
+    difference,
     first_step,
     padded_rows,
     rows_of,
@@ -124,6 +126,19 @@ def test_two_ranks_with_images_and_text(tmp_path: Path) -> None:
     parts = [rows_of(rows, [*range(6)]), rows_of(rows, [*range(6, 12)])]
     for found in run_ranks(2, both, case, tmp_path, parts):
         assert found["error"] <= MOST
+
+
+def test_ulysses_ranks_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+    """The reference is one process, because verl's own engine splits attention for CUDA only."""
+    save_multimodal("qwen3_vl", tmp_path)
+    case = Case()
+    rows = image_rows("qwen3_vl", case, texts=1)
+    (wanted,) = run_ranks(1, first_step, case, tmp_path, STOCK, [rows])
+    over_ranks = replace(
+        case, engine={"ulysses_sequence_parallel_size": 2}, model={"use_remove_padding": True}
+    )
+    for found in run_ranks(2, first_step, over_ranks, tmp_path, SHARED, [rows]):
+        assert difference(found["gradients"], wanted["gradients"]) <= MOST
 
 
 def test_positions_of_text_are_refused(tmp_path: Path) -> None:
