@@ -15,9 +15,8 @@ from forkpoint.parallel.placement.paths import Paths
 from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.packing import microbatches_mixed, microbatches_of_whole_paths
-from forkpoint.plan.planner import TIE
 from forkpoint.plan.predict import plan_cost
-from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.pricing.meters import NOISE, meter_of
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 
@@ -52,7 +51,7 @@ def plan_of_rank(paths: Paths, rollouts: IntArray, shape: ModelShape) -> Plan | 
                 continue
             found.append(_plan(paths, forest, microbatches, (sharing, boundary, tokens), shape))
     cheapest = min(plan.cost for plan in found)
-    return next(plan for plan in found if plan.cost <= cheapest * (1 + TIE))
+    return next(plan for plan in found if plan.cost <= cheapest * (1 + NOISE))
 
 
 def _mixed(order: SortedRollouts, rollouts: int, tokens: int) -> Made:

@@ -30,11 +30,6 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 from forkpoint.units import format_bytes
 
-# If the costs of two combinations differ by less than this part, the simpler one is chosen. Of
-# eight such pairs in benchmarks/results/defaults-h200.jsonl and defaults-fa4-h200.jsonl, the
-# simpler plan was faster in six, by 2 to 15%, and 0.6% slower in two.
-TIE = 0.01
-
 
 def make_plan(
     batch: RolloutBatch,
@@ -162,8 +157,8 @@ def _passed_over(cost: float | None, chosen: float) -> str | None:
     """Reason why a plan that costs less was not chosen; None if it does not cost less."""
     if cost is None or cost >= chosen:
         return None
-    if chosen <= cost * (1 + TIE):
-        return f"cheaper by less than {TIE:.0%}; the simpler plan is chosen"
+    if chosen <= cost * (1 + NOISE):
+        return f"cheaper by less than {NOISE:.1%}; the simpler plan is chosen"
     return f"cheaper by less than {KEEPING_IS_WORTH:.0%}; does not keep all activations"
 
 
@@ -175,7 +170,7 @@ def _chosen(plans: list[Plan]) -> Plan:
     dense = min((plan.cost for plan in plans if plan.sharing == "none"), default=math.inf)
     able = [plan for plan in plans if plan.cost <= dense * (1 + NOISE)]
     cheapest = min(cost_with_preference(plan) for plan in able)
-    return next(plan for plan in able if cost_with_preference(plan) <= cheapest * (1 + TIE))
+    return next(plan for plan in able if cost_with_preference(plan) <= cheapest * (1 + NOISE))
 
 
 def _reason(plan: Plan, dense: float | None, config: Config) -> str:
@@ -186,7 +181,7 @@ def _reason(plan: Plan, dense: float | None, config: Config) -> str:
     if dense is None:
         return "the cheapest of the compared plans"
     if plan.sharing == "none":
-        return f"no plan that shares costs {TIE:.0%} less than dense"
+        return "no plan that shares costs less than dense"
     if dense < plan.cost * (1 + NOISE):
         return "predicted as fast as dense"
     return f"predicted {dense / plan.cost:.2f}x faster than dense"
