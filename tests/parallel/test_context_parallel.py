@@ -203,18 +203,26 @@ COMPILED = {
 }
 
 
-@named(COMPILED)
-def test_compiled_blocks_leave_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
-    for found in on_ranks_of(COMPILED[name], tmp_path, compiled, None):
+def check_compiled(case: Case, folder: Path) -> None:
+    for found in on_ranks_of(case, folder, compiled, None):
         assert found["error"] < BAR and found["scores"] < BAR, found
         assert found["graphs"] and not found["failed"], found
 
 
-@pytest.mark.slow
-def test_blocks_run_eagerly_on_the_rank_where_the_compiler_fails(tmp_path: Path) -> None:
-    first, second = on_ranks_of(of(), tmp_path, compiled, 1)
+def check_eager_where_the_compiler_fails(case: Case, folder: Path) -> None:
+    first, second = on_ranks_of(case, folder, compiled, 1)
     assert max(first["error"], second["error"]) < BAR
     assert not first["failed"] and "no such kernel" in second["failed"][0]
+
+
+@named(COMPILED)
+def test_compiled_blocks_leave_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
+    check_compiled(COMPILED[name], tmp_path)
+
+
+@pytest.mark.slow
+def test_blocks_run_eagerly_on_the_rank_where_the_compiler_fails(tmp_path: Path) -> None:
+    check_eager_where_the_compiler_fails(of(), tmp_path)
 
 
 # Prices

@@ -97,7 +97,7 @@ SCENARIOS = {
     **{
         f"in lockstep, a rank of text, {family}": replace(
             LOCKSTEP,
-            wrap=sharded,  # SmolVLM's blocks have outputs of which fully_shard warns
+            wrap=sharded,  # fully_shard warns of outputs of SmolVLM's blocks
             make=partial(tiny_multimodal, family),
             rollouts=(tool_tree(family), TEXT[1]),
         )

@@ -142,9 +142,9 @@ def measured_budget(
 
     This is the memory that is free or cached by torch, minus a margin and minus the memory that a
     step will allocate: gradients and optimizer states of `parameters` that do not exist yet, and
-    `besides_bytes`.
+    other allocations.
 
-    besides_bytes: gathered weights and gradients of sharded parameters.
+    besides_bytes: size of other allocations: gathered weights and gradients of sharded parameters.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]
