@@ -1,11 +1,13 @@
-"""Long causal sequences on cuDNN, each padded to one of few lengths; shorter ones on FA2.
+"""Long causal sequences on cuDNN, each extended to one of few lengths; shorter ones on FA2.
 
 cuDNN's attention is about 1.7 times as fast as FlashAttention-2 on Hopper, but builds a plan for
 each new shape (140 to 170 ms forward and backward, once in a process). Lengths of segments differ
-between groups. With padding, there are at most 16 shapes between two powers of two.
+between groups. So a sequence takes rows of the next segments with it, or zeros after the last one.
+Then there are at most 16 shapes between two powers of two, and little is copied.
 
-Padding changes no value: a causal query does not attend to later keys, and padded queries have
-output gradients of 0, so they add 0 to the gradients of keys.
+Added rows change no value: a causal query does not attend to later keys, and for added queries the
+backward gets a log-sum-exp at which all their probabilities are 0, so they add 0 to the gradients
+of keys.
 """
 
 from dataclasses import replace
@@ -26,18 +28,21 @@ from forkpoint.ops.attention.kernel import (
 from forkpoint.ops.attention.table import Launch
 from forkpoint.tree import LONG_TOKENS, padded_length
 
+FAR = 1e30
+"""A log-sum-exp at which exp(score - lse) is 0. Not infinite, because kernels scale it."""
+
 
 def forward(
     q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, launch: Launch, options: Options
 ) -> tuple[Tensor, Tensor]:
     found = []
     for part in launch.parts:
-        q, k, v = (x[part.q_begin : part.q_end] for x in (q_THD, k_TKD, v_TKE))
         if not _is_long(part):
+            q, k, v = (x[part.q_begin : part.q_end] for x in (q_THD, k_TKD, v_TKE))
             found.append(fa2.forward(q, k, v, part, options))
             continue
         tokens, length = part.max_q, padded_length(part.max_q)
-        q, k, v = (_padded(x, length) for x in (q, k, v))
+        q, k, v = (_extended(x, part.q_begin, length) for x in (q_THD, k_TKD, v_TKE))
         o, lse = cudnn.forward(q, k, v, replace(part, max_q=length, max_k=length), options)
         found.append((o[:tokens], lse[:, :tokens]))
     o, lse = zip(*found, strict=True)
@@ -48,13 +53,14 @@ def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradie
     found = []
     for part in launch.parts:
         its = slice(part.q_begin, part.q_end)
-        own = BackwardInputs(*(x[its] for x in inputs[:5]), lse=inputs.lse[:, its])
+        lse = inputs.lse[:, its]
         if not _is_long(part):
+            own = BackwardInputs(*(x[its] for x in inputs[:5]), lse=lse)
             found.append(fa2.backward(own, part, options))
             continue
         tokens, length = part.max_q, padded_length(part.max_q)
-        lse = F.pad(own.lse, (0, length - tokens))
-        own = BackwardInputs(*(_padded(x, length) for x in own[:5]), lse=lse)
+        lse = F.pad(lse, (0, length - tokens), value=FAR)
+        own = BackwardInputs(*(_extended(x, part.q_begin, length) for x in inputs[:5]), lse=lse)
         grads = cudnn.backward(own, replace(part, max_q=length, max_k=length), options)
         found.append(tuple(x[:tokens] for x in grads))
     dq, dk, dv = (_joined(x, 0) for x in zip(*found, strict=True))
@@ -65,8 +71,10 @@ def _is_long(part: Launch) -> bool:
     return part.count == 1 and part.max_q >= LONG_TOKENS
 
 
-def _padded(x_THD: Tensor, length: int) -> Tensor:
-    return F.pad(x_THD, (0, 0, 0, 0, 0, length - len(x_THD)))
+def _extended(x_THD: Tensor, begin: int, length: int) -> Tensor:
+    """`length` rows from `begin` on: a view, or a copy with zeros after the last row."""
+    rows = x_THD[begin : begin + length]
+    return rows if len(rows) == length else F.pad(rows, (0, 0, 0, 0, 0, length - len(rows)))
 
 
 def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
