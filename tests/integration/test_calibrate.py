@@ -22,15 +22,13 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.hosts.modules import cache_module_walks
-from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
-from forkpoint.plan.pricing.meters import full_launches
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
-from forkpoint.step.calibrate import automatic, calibrator, microbatches
+from forkpoint.step.calibrate import automatic, calibrator
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.step.calibrate.microbatches import LEVELS, Rows, StepTimes
+from forkpoint.step.calibrate.microbatches import Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts
 
 MODEL = {
@@ -262,11 +260,11 @@ def test_launches_that_fill_the_device_tell_queries_from_pairs(
     def added(length: int, queries: int, keys: int) -> Times:
         pairs = queries * keys / 1e6
         forward, backward = max(pairs, 1e-3 * keys), max(pairs, 1e-3 * queries)
-        return Times(1e-3 * queries + forward, 1e-3 * queries + backward)
+        return Times(1e-3 * queries + forward, 1e-3 * queries + backward, 5.0, 6.0)
 
     monkeypatch.setattr(parts, "_added", added)
     found = parts.rectangles((256, 2048, 8192), (1024, 8192))
-    assert found.part.at == (256, 8192)
+    assert found.part.at == (256, 8192) and found.issued == (5.0, 6.0)
     assert [found.part.time(8192, backward=way) for way in (False, True)] == pytest.approx(
         [8.192] * 2
     )
@@ -285,30 +283,6 @@ def test_the_host_is_timed_for_each_long_segment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parts, "_attention_ms", attention)
     assert parts.causal((256, 2048, 8192)).long_ms == (0.25, 0.5)
     assert parts.causal((256, 1024)).long_ms == parts.causal((2048, 8192)).long_ms == (0.0, 0.0)
-
-
-def test_a_launch_is_timed_in_the_blocks_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With made-up host times: 1 and 2 ms for each launch of a layer without a window."""
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    layers = host.shape.windows.count(0)
-    rows = Rows(Clock(host.device, repeats=1, busy_products=0), "auto", vocab=host.shape.vocab)
-    plans: list[Plan] = []
-
-    def noted(*args: Any, **kwargs: Any) -> Plan:
-        plans.append(make_plan(*args, **kwargs))
-        return plans[-1]
-
-    monkeypatch.setattr(microbatches, "make_plan", noted)
-    inputs, run = rows._row(host, 64, num_loss_entries=1, levels=LEVELS)
-    assert len(full_launches(plans[0], inputs.microbatch)) == 1 + LEVELS
-    with host.entered():
-        assert len(run(inputs)) == 1 + LEVELS, "a label of each rollout"
-
-    def row(host: Any, tokens: int, levels: int = 0) -> Times:
-        return Times(1.0, 1.0, 7.0 + levels * layers, 9.0 + 2 * levels * layers)
-
-    monkeypatch.setattr(rows, "row_ms", row)
-    assert rows.launch_ms(host, 64) == (1.0, 2.0)
 
 
 def test_the_longest_row_is_timed_where_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

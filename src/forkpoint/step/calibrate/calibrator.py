@@ -168,15 +168,14 @@ def calibrate(
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
     steps = {n: whole.step_ms(each, sizes[0], sizes[0]) for n, each in hosts.items()}
     token_ms = 0.0
-    launch, of_host = (0.0, 0.0), dict.fromkeys(("block", "rest", "write", "read"), (0.0, 0.0))
+    of_host = dict.fromkeys(("block", "rest", "write", "read"), (0.0, 0.0))
     if host.device.type == "cuda":
         # The prompt's sequence ends before its last token. The rollouts have more tokens than the
         # device runs, and rotary frequencies may not allow a longer prompt.
         with suppress(UnsupportedError):
             long, short = whole.step_ms(host, LONG_TOKENS + 1, 16, 16), steps[FEW]
             token_ms = max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
-        launch = whole.launch_ms(hosts[MORE], sizes[0])
-        of_host = _host_times(done, rows, steps, launch, causal.long_ms)
+        of_host = _host_times(done, rows, steps, rectangles.issued, causal.long_ms)
     # Last, because it compiles blocks again.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -207,7 +206,7 @@ def calibrate(
         host_write_ms=of_host["write"],
         host_read_ms=of_host["read"],
         host_long_ms=causal.long_ms,
-        host_launch_ms=launch,
+        host_launch_ms=rectangles.issued,
         seconds=seconds,
         first_seconds=seconds - clock.seconds - of_parts.seconds,
     )

@@ -29,9 +29,6 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.step.calibrate.clock import Clock, Times
 
 HEAD_TOKENS = 1024
-LEVELS = 4
-"""Number of levels of the tree with which an additional launch is measured, a launch each."""
-BRANCH_TOKENS = 16
 
 
 class StepTimes(NamedTuple):
@@ -55,27 +52,11 @@ class Rows:
     kernel: str
     vocab: int
 
-    def row_ms(self, host: ModelHost, tokens: int, levels: int = 0) -> Times:
-        """Time the forward and backward of a row with one labelled token, and one for each
-        level."""
-        inputs, run = self._row(host, tokens, num_loss_entries=1, levels=levels)
+    def row_ms(self, host: ModelHost, tokens: int) -> Times:
+        """Time the forward and backward of a row with one labelled token."""
+        inputs, run = self._row(host, tokens, num_loss_entries=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
-
-    def launch_ms(self, host: ModelHost, tokens: int) -> tuple[float, float]:
-        """Time of the host for an additional launch in a block, forward and backward.
-
-        It is measured within blocks. As a separate operator, a launch took 0.37 ms where it hardly
-        lengthened a compiled block.
-        """
-        launches = LEVELS * host.shape.windows.count(0)
-        if not launches:
-            return 0.0, 0.0
-        less, more = self.row_ms(host, tokens), self.row_ms(host, tokens, LEVELS)
-        return (
-            max(more.issued_forward - less.issued_forward, 0.0) / launches,
-            max(more.issued_backward - less.issued_backward, 0.0) / launches,
-        )
 
     def step_ms(self, host: ModelHost, prompt: int, response: int, count: int = 2) -> StepTimes:
         """Time a step of two microbatches: a prompt of `prompt` tokens, and `count` responses to
@@ -174,29 +155,15 @@ class Rows:
         return max(0.0, found[0] - token * sizes[-2]), token
 
     def _row(
-        self,
-        host: ModelHost,
-        tokens: int,
-        *,
-        num_loss_entries: int,
-        levels: int = 0,
-        checkpointing: str = "none",
+        self, host: ModelHost, tokens: int, *, num_loss_entries: int, checkpointing: str = "none"
     ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
-        """A rollout in a microbatch, and for each of `levels` one more that branches off."""
         ids = np.random.default_rng(0).integers(0, self.vocab, tokens + 1)
         mask = np.arange(tokens + 1) > tokens - num_loss_entries
-        rollouts = [Rollout(ids, mask, 1.0, group_id="g")]
-        for level in range(1, levels + 1):
-            begin = level * tokens // (levels + 1)
-            branch = ids[: begin + BRANCH_TOKENS].copy()
-            branch[begin:] = (branch[begin:] + 1) % self.vocab
-            labels = np.arange(len(branch)) == len(branch) - 1
-            rollouts.append(Rollout(branch, labels, 1.0, group_id="g"))
-        batch = RolloutBatch(rollouts)
+        batch = RolloutBatch([Rollout(ids, mask, 1.0)])
         config = Config(
-            sharing="tree" if levels else "none",
+            sharing="none",
             boundary="within",
-            max_microbatch_tokens=tokens + levels * BRANCH_TOKENS,
+            max_microbatch_tokens=tokens,
             checkpointing=checkpointing,  # type: ignore[arg-type]
             attention_kernel=self.kernel,
         )

@@ -38,6 +38,8 @@ class Rectangles(NamedTuple):
     """Pairs per ms, by number of keys."""
     walk_ms: tuple[float, float]
     """Least time per key of a sequence in the forward, and per query in the backward."""
+    issued: tuple[float, float]
+    """Host time of a launch."""
 
 
 class Parts:
@@ -104,7 +106,7 @@ class Parts:
             max(few_queries.forward - call.forward, 0.0) / keys[-1],
             max(few_keys.backward - filled(True), 0.0) / fill,
         )
-        return Rectangles(part, curve(keys, at), walk)
+        return Rectangles(part, curve(keys, at), walk, (call[2], call[3]))
 
     def wide(self, length: int, tokens: int, part: Curve) -> tuple[float, float]:
         """Pairs per ms of a launch with equal numbers of queries, in segments of `length`, and of
