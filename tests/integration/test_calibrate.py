@@ -22,6 +22,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.hosts.modules import cache_module_walks
+from forkpoint.ops.attention import operator
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
@@ -318,7 +319,8 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
         monkeypatch.setattr(host, "check", lambda *_, **__: time.sleep(0.05))
         slow = rows.step_ms(host, 16, 16)
         assert slow.outside > 50 and whole.outside > 0
-        assert min(*whole.prompt, *whole.reader) > 0
+        assert min(*whole.prompt_block, *whole.reader_block) > 0
+        assert MODEL["num_hidden_layers"] * min(whole.reader_block) < 10 * max(whole.reader)
         assert all(p.grad is not None for p in model.parameters())
         del model, host, changes
         monkeypatch.undo()
@@ -326,18 +328,36 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
         assert alive() is None, "lists of the step around it hold no model that was measured"
 
 
-def test_times_of_the_host_are_those_of_more_layers() -> None:
-    def times(layers: int) -> list[Times]:
-        short = Times(0.0, 0.0, 1.0 + 2 * layers, 2.0 + 3 * layers)
-        return [short, Times(0.0, 0.0, 1.0 + 2.5 * layers, 2.0 + 3.25 * layers)]
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_block_is_timed_where_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """With attention that waits for 10 ms forward and for 20 ms backward."""
 
+    def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        return lambda *args: time.sleep(seconds) or function(*args)
+
+    monkeypatch.setattr(operator, "merge", slow(operator.merge, 0.01))
+    monkeypatch.setattr(operator, "_launch_backward", slow(operator._launch_backward, 0.02))
+    model = random_model(MODEL | {"num_hidden_layers": 3}, torch.float32, 0).train()
+    host = host_of(model, compile_blocks=compiled)
+    rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
+    row, step = rows.row_ms(host, 32), rows.step_ms(host, 16, 16)
+    for forward, backward in ((row.block_forward, row.block_backward), step.prompt_block):
+        assert 10 <= forward < 18 and 20 <= backward < 35
+    assert step.reader_block[1] >= 40, "it has two launches"
+    assert "enter" not in vars(host), "the host is as before"
+
+
+def test_times_of_the_host_are_those_of_blocks() -> None:
     def step(layers: int) -> StepTimes:
-        read, read_back = 4.0 + 3.5 * layers, 5.0 + 5.25 * layers
-        prompt = (1.0 + 2.25 * layers, 2.0 + 2.5 * layers)
-        return StepTimes(prompt, (read, read_back), 6.0 + 0.5 * layers)
+        reader = (4.0 + 3.5 * layers, 5.0 + 5.25 * layers)
+        return StepTimes(reader, 6.0 + 0.5 * layers, (2.25, 2.5), (3.5, 5.25))
 
-    rows, steps = ({n: made(n) for n in calibrator.LAYERS} for made in (times, step))
-    found = calibrator._host_times([256, 2048], rows, steps, (1.0, 2.0), (0.5, 0.25))
+    times = [Times(0.0, 0.0, block_forward=2.0, block_backward=3.0)]
+    times.append(Times(0.0, 0.0, block_forward=2.5, block_backward=3.25))
+    steps = {n: step(n) for n in calibrator.LAYERS}
+    found = calibrator._host_times([256, 2048], {3: times}, steps, (1.0, 2.0), (0.5, 0.25))
     assert found == {
         "block": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
         "rest": (4.0, 5.0),

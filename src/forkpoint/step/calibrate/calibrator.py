@@ -279,22 +279,19 @@ def _host_times(
     launch, long: host times of an additional launch and of a long sequence.
     """
     found: dict[str, list[float]] = {}
+    more = steps[MORE]
     for way in (0, 1):
-        prompt, reader = (
-            (getattr(steps[MORE], part)[way] - getattr(steps[FEW], part)[way]) / (MORE - FEW)
-            for part in ("prompt", "reader")
-        )
         # The host's speed varies between measurements. A prompt takes at least as long.
         block = fmean(
-            _of_block(rows, index, 2 + way) - long[way] * (tokens >= LONG_TOKENS)
-            for index, tokens in enumerate(sizes)
+            times[4 + way] - long[way] * (tokens >= LONG_TOKENS)
+            for tokens, times in zip(sizes, rows[MORE], strict=True)
         )
-        block = min(block, prompt)
+        block = min(block, more.prompt_block[way])
         each = {
             "block": block,
-            "rest": steps[FEW].reader[way] - FEW * reader,
-            "write": prompt - block,
-            "read": reader - block - launch[way],
+            "rest": more.reader[way] - MORE * more.reader_block[way],
+            "write": more.prompt_block[way] - block,
+            "read": more.reader_block[way] - block - launch[way],
         }
         for name, ms in each.items():
             found.setdefault(name, []).append(max(ms, 0.0))

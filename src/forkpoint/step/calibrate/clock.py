@@ -33,6 +33,9 @@ class Times(NamedTuple):
     backward: float
     issued_forward: float = 0.0
     issued_backward: float = 0.0
+    block_forward: float = 0.0
+    block_backward: float = 0.0
+    """Of the host, for one block."""
 
     @property
     def waits_for_host(self) -> bool:
