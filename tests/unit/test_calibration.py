@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, Plan, PlanError, Rollout, RolloutBatch
-from forkpoint.plan import make_plan
+from forkpoint.plan import make_plan, planner
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
 from forkpoint.plan.pricing import meters
@@ -235,6 +235,15 @@ def test_keeping_is_preferred_between_combinations_too() -> None:
     plan = make_plan(group(500, 500, 3), SHAPE, config, calibration=made_up(), capabilities=able)
     (moved,) = (c.cost for c in plan.candidates if (c.sharing, c.boundary) == ("group", "across"))
     assert plan.boundary == "within" and 0.9 * plan.cost < moved < 0.96 * plan.cost
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_simpler_plan_is_chosen_within_the_noise_of_prices(measured: bool) -> None:
+    plan = make_plan(group(500, 500, 3), SHAPE, calibration=made_up() if measured else None)
+    dense = replace(plan, sharing="none", cost=100.0)
+    for faster, chosen in ((0.4, "none"), (0.8, "none" if measured else "group"), (1.5, "group")):
+        shared = replace(plan, sharing="group", cost=100.0 / (1 + faster / 100))
+        assert planner._chosen([dense, shared]).sharing == chosen
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:

@@ -49,7 +49,7 @@ def group(
 def test_auto_is_dense_where_nothing_is_shared() -> None:
     plan = make_plan(batch_of(group(prompt=1, response=300)))
     assert (plan.sharing, plan.boundary) == ("none", "within")
-    assert plan.reason == "no plan that shares costs less than dense"
+    assert plan.reason == "no plan that shares costs 0.5% less than dense"
     assert plan.bound == 1.0
 
 

@@ -14,7 +14,7 @@ from forkpoint.plan import Plan, Totals
 from forkpoint.plan.device_memory import MOST_RANKS, DeviceMemory
 from forkpoint.plan.parting import MOVE, GroupParting, Partings
 from forkpoint.plan.plan import flops_text
-from forkpoint.plan.pricing.meters import NOISE
+from forkpoint.plan.planner import noise_of
 from forkpoint.plan.pricing.totals import EncoderTotals
 from forkpoint.units import format_bytes
 
@@ -162,7 +162,7 @@ def plan_answers(plan: Plan, totals: Totals) -> dict[str, str]:
     cheaper = [c for c in plan.candidates if c.cost is not None and c.refused]
     best = min(cheaper, key=lambda c: c.cost or 0.0, default=None)
     # Plans that cost less only within noise are in the table of --details.
-    if best is not None and best.cost is not None and best.cost * (1 + NOISE) < plan.cost:
+    if best is not None and best.cost is not None and best.cost * (1 + noise_of(plan)) < plan.cost:
         faster = plan.cost / best.cost
         name = f"{best.sharing} + {best.boundary}"
         found["not chosen"] = f"{name}, predicted {faster:.2f}x faster: {best.refused}"
