@@ -13,9 +13,12 @@ import torch.distributed as dist
 from processes import join, run_ranks
 from scenarios_of_ranks import DEEP, UNEQUAL, replicated, said, sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import forkpoint
 from forkpoint import RolloutBatch
+from forkpoint.hosts.topology import read_topology
+from forkpoint.hosts.torch_dist.replicated import Replicated
 from forkpoint.losses import GRPO
 from forkpoint.parallel import process_groups
 from forkpoint.testing import tiny_model
@@ -138,6 +141,43 @@ def test_ranks_that_differ_all_raise() -> None:
         for call in ("score", "swapped"):
             assert found[call].startswith("RankError: the ranks call policies of different models")
         assert max(found["losses"]) - min(found["losses"]) < 1e-14
+
+
+def held_by(*groups: list[int]) -> DistributedDataParallel:
+    """The first of this rank's models. Each group of ranks holds a model."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    own = [group for group in made if isinstance(group, dist.ProcessGroup)]
+    models = [DistributedDataParallel(tiny_model("qwen3"), process_group=group) for group in own]
+    return models[0]
+
+
+def two_models() -> str:
+    """The error of ranks 0 and 1, which wrap a model of theirs, and of rank 2, which wraps another
+    one."""
+    return said(lambda: forkpoint.wrap(held_by([0, 1], [0, 2]), DEEP))
+
+
+def test_ranks_that_wrap_models_of_different_ranks_all_raise() -> None:
+    for text in run_ranks(3, two_models):
+        assert text.startswith("RankError: rank 2 wraps a model that ranks [0, 2] hold")
+        assert "rank 0 wraps one that ranks [0, 1] hold" in text
+
+
+def group_of_pair() -> tuple[list[int], float]:
+    """The group in which models on a device would exchange prompts, where the ranks of one model
+    have different numbers of groups."""
+    dist.new_group([0, 2])
+    holder = Replicated(held_by([0, 1], [2, 3]))
+    topology = read_topology([holder], torch.device("cuda"))
+    before, rank = counts()[0], torch.tensor(dist.get_rank())
+    group = process_groups.process_group(topology.members)
+    assert group is not None and counts()[0] == before
+    dist.all_reduce(rank, group=group)
+    return dist.get_process_group_ranks(group), float(rank)
+
+
+def test_groups_of_devices_are_made_by_all_ranks() -> None:
+    assert run_ranks(4, group_of_pair) == [([0, 1], 1.0)] * 2 + [([2, 3], 5.0)] * 2
 
 
 def late() -> list[str]:

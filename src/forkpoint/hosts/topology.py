@@ -7,9 +7,10 @@ mesh and no holder, a warning is logged before the first gradients.
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.distributed import Distributed, Holder
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError, RankError, UnsupportedError
 from forkpoint.hosts.torch_dist.context_parallel import NAMES, context_split
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
@@ -57,7 +58,7 @@ def held_by_ranks(
         holders.append(stages)
     found = Distributed()
     if holders:
-        topology = read_topology(holders)
+        topology = read_topology(holders, next(model.parameters()).device)
         if context is not None:
             topology = replace(topology, places=context.places)
         elif topology.length_multiple > 1:
@@ -81,18 +82,29 @@ def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None])
     return [split] if found is None else [found, split]
 
 
-def read_topology(holders: Sequence[Holder]) -> Topology:
+def read_topology(holders: Sequence[Holder], device: torch.device) -> Topology:
     """Read the topology of a model's holders, and make its process groups. Collective over the
-    default group."""
+    default group.
+
+    Args:
+        device: device of the model.
+
+    Raises RankError, on all ranks, if ranks wrap models that are held by different ranks.
+    """
     rank = dist.get_rank()
     relations: dict[Relation, tuple[int, ...]] = {}
     for holder in holders:
         relations.update(holder.relations)
     groups = [ranks for holder in holders for ranks in holder.process_groups]
-    found = exchange_with_all((relations, groups))
-    every = {number: connections for number, (connections, _) in enumerate(found)}
+    found = exchange_with_all((relations, groups, device.type))
+    every = {number: connections for number, (connections, _, _) in enumerate(found)}
+    _check_relations(every)
     wanted = {(ranks, "gloo") for ranks in partition(every)}
-    wanted |= {(ranks, None) for _, groups in found for ranks in groups}
+    wanted |= {(ranks, None) for _, groups, _ in found for ranks in groups}
+    for ranks in partition(every):
+        batches = set(connected(every, ranks[0])[1])
+        if 1 < len(ranks) == len(batches) and any(found[one][2] != "cpu" for one in ranks):
+            wanted.add((ranks, None))  # for exchanged prompts (`DataRanks.group_of`)
     # torch requires that all ranks of the default group make groups in the same order.
     for ranks, backend in sorted(wanted, key=str):
         process_group(ranks, backend)
@@ -108,6 +120,22 @@ def read_topology(holders: Sequence[Holder]) -> Topology:
         listens=any(holder.listens for holder in holders),
         length_multiple=math.lcm(*(holder.length_multiple for holder in holders)),
     )
+
+
+def _check_relations(every: Mapping[int, Mapping[Relation, tuple[int, ...]]]) -> None:
+    """Raise RankError if a rank holds its model together with a rank that does not wrap that
+    model."""
+    for rank, relations in every.items():
+        for kind, ranks in relations.items():
+            for other in ranks:
+                if (held := every[other].get(kind)) != ranks:
+                    raise RankError(
+                        f"rank {rank} wraps a model that ranks {list(ranks)} hold by {kind} "
+                        f"parallelism, and rank {other} wraps one that "
+                        f"{f'ranks {list(held)} hold so' if held else 'no ranks hold so'}. At each "
+                        "call of forkpoint.wrap, these ranks must wrap their parts of the same "
+                        "model. Wrap models in the same order on all ranks."
+                    )
 
 
 REFUSED = {

@@ -30,9 +30,7 @@ Ranks = tuple[int, ...]
 class _Made:
     """Groups and numbers that were made in one default group, equal on all of its ranks."""
 
-    groups: dict[tuple[Ranks, str | None, bool], dist.ProcessGroup | None] = field(
-        default_factory=dict
-    )
+    groups: dict[tuple[Ranks, str | None], dist.ProcessGroup | None] = field(default_factory=dict)
     """Groups by the arguments of `process_group`."""
     numbers: int = 0
     exchanges: int = 0
@@ -48,17 +46,18 @@ def _made_here() -> _Made:
     return _made.setdefault(world, _Made())
 
 
-def process_group(
-    ranks: Ranks, backend: str | None = None, *, members_only: bool = False
-) -> dist.ProcessGroup | None:
+def process_group(ranks: Ranks, backend: str | None = None) -> dist.ProcessGroup | None:
     """Make or find the process group of these ranks. Returns None if this rank is not in it.
 
-    Collective the first time: over the default group, or with `members_only` over these ranks.
-    `backend`: None for the backend of the default group.
+    Collective over the default group the first time. `backend`: None for the backend of the default
+    group.
     """
-    groups, key = _made_here().groups, (ranks, backend, members_only)
+    groups, key = _made_here().groups, (ranks, backend)
     if key not in groups:
-        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=members_only)
+        # Not with use_local_synchronization, by which members make a group alone. They would wait
+        # for each other if their numbers of groups differ, because torch names the group by them.
+        # If the default group has a device_id, all of its ranks must split it.
+        made = dist.new_group(list(ranks), backend=backend)
         groups[key] = made if isinstance(made, dist.ProcessGroup) else None
     return groups[key]
 

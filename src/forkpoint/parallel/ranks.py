@@ -53,7 +53,7 @@ class DataRanks:
     watch: Watch | None = None
     """Watch of the running call."""
     device_group: dist.ProcessGroup | None = None
-    """Group for tensors on a device, made when first needed."""
+    """Group for tensors on a device, when it has been used."""
 
     def __post_init__(self) -> None:
         self.batches = self.batches or tuple(range(self.size))
@@ -101,12 +101,13 @@ class DataRanks:
         )
 
     def group_of(self, device: torch.device) -> dist.ProcessGroup:
-        """The process group for tensors on a device. Collective the first time."""
+        """The process group for tensors on a device, which `read_topology` has made. Collective
+        the first time."""
         if device.type == "cpu":
             assert self.cpu_group is not None
             return self.cpu_group
         if self.device_group is None:
-            group = process_group(self.global_ranks, members_only=True)
+            group = process_group(self.global_ranks)
             assert group is not None
             # NCCL connects all ranks at the first collective of a group. Behaviour is undefined if
             # the first operation is between two ranks.
