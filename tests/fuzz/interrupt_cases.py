@@ -39,8 +39,8 @@ FORWARD_BACKWARD: CodeType = Policy.forward_backward.__code__
 DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 FOLDER = Path(tempfile.mkdtemp(prefix="interrupts-"))
 atexit.register(FOLDER.rmdir)
-CHUNK_BYTES = 1024
-"""Bytes of host memory taken at a time: tensors of these models take several chunks."""
+CHUNK_BYTES = 4096
+"""Bytes of host memory allocated at a time: tensors of these models take several of its blocks."""
 Gradients = dict[str, Tensor | None]
 
 

@@ -146,6 +146,7 @@ class Interrupter:
         staging = self.case.policy.model_state.staging
         if staging is not None:
             staging._free.clear()  # kept for later steps
+            staging._free_in_files.clear()
         tensors = live_tensors()
         if tensors > self.tensors:
             what = f"{tensors} tensors are alive, {self.tensors} were"

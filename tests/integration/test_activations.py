@@ -1,6 +1,7 @@
 """Wherever a microbatch's activations are between its forward and its backward, the step is the
 same; and what is moved is what may be moved."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,10 +154,10 @@ class Watched(PlainTransfers):
         self.asked = 0
         self.sources: list[StorageWeakRef] = []
 
-    def out(self, source: torch.Tensor, host: torch.Tensor) -> None:
-        self.out_bytes.append(len(host))
-        self.sources.append(StorageWeakRef(source.untyped_storage()))
-        return super().out(source, host)
+    def out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.out_bytes.append(sum(len(host) for _, host in pairs))
+        self.sources.append(StorageWeakRef(pairs[0][0].untyped_storage()))
+        return super().out(pairs)
 
     def headroom_bytes(self) -> int | None:
         self.asked += 1

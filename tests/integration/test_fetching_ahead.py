@@ -5,6 +5,7 @@ Earlier than that memory is fullest, with all that the microbatch before has sav
 would be waited for. Gradients are those of microbatches that are kept, bit for bit.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -83,11 +84,10 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
         return found
 
     class Counted(PlainTransfers):
-        def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
-            found = super().back(host, after)
-            fetched.add(found[0])
+        def bring(self, pairs: Sequence[tuple[Tensor, Tensor]], after: None) -> None:
+            super().bring(pairs, after)
+            fetched.add(pairs[0][1])
             note("fetch")
-            return found
 
     monkeypatch.setattr(SavedTensors, "pack", counted)
     policy.model_state.staging = Staging(Counted(torch.device("cpu")))

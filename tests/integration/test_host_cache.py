@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "witho
 
 HOSTED = replace(ACROSS, prefix_cache="host")
 WAYS = (("keep", "none"), ("recompute", "selective"), ("offload", "full"))
-SMALL_CHUNK = 4096
+SMALL_CHUNK = 1 << 14
 """Bytes of host memory: a layer's tensors take several blocks."""
 
 

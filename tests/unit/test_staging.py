@@ -1,4 +1,4 @@
-"""Host memory for offloading: buffers do not overlap, are used again, and keep to the limit."""
+"""Host memory for offloading: parts do not overlap, are used again, and keep to the limit."""
 
 import gc
 import os
@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from forkpoint.engine.staging import ALIGNMENT_BYTES, OffloadStats, PlainTransfers, Staging
+from forkpoint.engine.staging import (
+    ALIGNMENT_BYTES,
+    BLOCKS,
+    Frame,
+    OffloadStats,
+    PlainTransfers,
+    Staging,
+)
 from forkpoint.errors import ConfigError
 from open_files import open_files
 
-CHUNK = 4 * ALIGNMENT_BYTES
+BLOCK = 4 * ALIGNMENT_BYTES
+CHUNK = BLOCKS * BLOCK
 
 
 def staging(limit: int | None = None, folder: Path | None = None) -> Staging:
@@ -19,47 +27,85 @@ def staging(limit: int | None = None, folder: Path | None = None) -> Staging:
     return Staging(transfers, limit_bytes=limit, folder=folder)
 
 
-def test_large_storages_have_buffers_of_powers_of_two() -> None:
-    memory = staging(3 * CHUNK)
+def sizes(frame: Frame, nbytes: int, unit: int = 1) -> list[int] | None:
+    """Takes memory: sizes of its parts."""
+    parts = frame.take(nbytes, unit)
+    return None if parts is None else [len(part) for part in parts]
+
+
+def test_parts_fill_blocks() -> None:
+    memory = staging()
     frame = memory.begin()
-    sizes = (ALIGNMENT_BYTES, CHUNK + 1, ALIGNMENT_BYTES)
-    taken = [found for size in sizes if (found := frame.take(size)) is not None]
-    assert [len(found) for found in taken] == list(sizes)
-    # The small ones share a chunk.
-    assert memory.held_bytes == memory.used_bytes == 3 * CHUNK
-    assert frame.take(CHUNK + 1) is None and frame.take(CHUNK) is None
+    assert sizes(frame, ALIGNMENT_BYTES + 1) == [ALIGNMENT_BYTES + 1]
+    assert sizes(frame, BLOCK) == [BLOCK // 2, BLOCK // 2]
+    assert sizes(frame, 3 * BLOCK) == [BLOCK // 2, BLOCK, BLOCK, BLOCK // 2]
+    # Rows are not divided.
+    assert sizes(frame, 5 * 500, unit=500) == [2 * 500, 3 * 500]
+    assert (memory.held_bytes, memory.used_bytes) == (CHUNK, 6 * BLOCK)
+    other = memory.begin()
+    assert sizes(other, CHUNK) == [BLOCK] * BLOCKS and memory.held_bytes == 2 * CHUNK
     memory.end(frame)
-    assert (memory.held_bytes, memory.used_bytes) == (3 * CHUNK, 0)
     frame = memory.begin()
-    assert frame.take(2 * CHUNK) is not None and memory.held_bytes == 3 * CHUNK
+    assert sizes(frame, CHUNK) == [BLOCK] * BLOCKS and memory.held_bytes == 2 * CHUNK
 
 
-def test_a_limit_below_a_chunk_is_used() -> None:
-    memory = staging(CHUNK - 1)
+def test_parts_do_not_overlap() -> None:
+    frame, taken = staging().begin(), []
+    for number, nbytes in enumerate((1, ALIGNMENT_BYTES, CHUNK, 700, 3 * BLOCK + 5)):
+        parts = frame.take(nbytes)
+        assert parts is not None
+        taken.append(parts)
+        for part in parts:
+            part.fill_(number)
+    found = [torch.cat(parts) for parts in taken]
+    assert [x.unique().tolist() for x in found] == [[0], [1], [2], [3], [4]]
+
+
+def test_the_limit_is_used_up_and_kept() -> None:
+    limit = CHUNK + 3 * BLOCK + 2 * ALIGNMENT_BYTES + 1
+    memory = staging(limit)
     frame = memory.begin()
-    assert frame.take(ALIGNMENT_BYTES) is not None and memory.held_bytes == CHUNK // 2
-    assert frame.take(2 * ALIGNMENT_BYTES) is None
+    assert frame.take(BLOCK) is not None
+    # What does not fit takes nothing.
+    assert frame.take(CHUNK + 3 * BLOCK) is None and memory.used_bytes == BLOCK
+    assert sizes(frame, CHUNK + 2 * BLOCK - ALIGNMENT_BYTES) is not None
+    assert sizes(frame, 3 * ALIGNMENT_BYTES) is not None
+    assert frame.take(1) is None
+    assert memory.held_bytes == memory.used_bytes == limit - 1
+    assert staging(ALIGNMENT_BYTES).begin().take(ALIGNMENT_BYTES) is not None
+    assert staging(1).begin().take(1) is None
+
+
+def test_a_step_with_larger_storages_uses_the_memory_of_an_earlier_one() -> None:
+    memory = staging(2 * CHUNK)
+    for nbytes in (ALIGNMENT_BYTES, BLOCK + 1, CHUNK + 1):
+        frame, taken = memory.begin(), 0
+        while frame.take(nbytes) is not None:
+            taken += nbytes
+        assert 2 * CHUNK - taken < nbytes + taken // nbytes * ALIGNMENT_BYTES
+        memory.end(frame)
 
 
 def test_beyond_the_limit_there_are_files(tmp_path: Path) -> None:
     memory = staging(CHUNK, tmp_path)
     frame, stats = memory.begin(), OffloadStats()
-    taken = [frame.take(size) for size in (CHUNK, ALIGNMENT_BYTES, 3 * CHUNK, ALIGNMENT_BYTES)]
-    for number, data in enumerate(taken):
-        assert data is not None
-        data.fill_(number)
-    assert [x is not None and x.unique().tolist() for x in taken] == [[0], [1], [2], [3]]
-    assert (memory.held_bytes, memory.file_bytes) == (CHUNK, 5 * CHUNK)
-    assert memory.used_bytes == 6 * CHUNK
+    taken = [frame.take(size) for size in (CHUNK - BLOCK, 2 * BLOCK, CHUNK)]
+    for number, parts in enumerate(taken):
+        assert parts is not None
+        for part in parts:
+            part.fill_(number)
+    assert [x is not None and torch.cat(x).unique().tolist() for x in taken] == [[0], [1], [2]]
+    assert (memory.held_bytes, memory.file_bytes) == (CHUNK, 2 * CHUNK)
+    assert memory.used_bytes == 2 * CHUNK + BLOCK
     assert len(open_files(tmp_path)) == 2 and not list(tmp_path.iterdir())
     memory.finish(stats)
-    assert (stats.host_bytes, stats.file_bytes, memory.used_bytes) == (CHUNK, 5 * CHUNK, 0)
+    assert (stats.host_bytes, stats.file_bytes, memory.used_bytes) == (CHUNK, 2 * CHUNK, 0)
     # Memory is used again before files.
     frame = memory.begin()
-    assert frame.take(CHUNK) is not None and not frame.buffers[0].in_file
-    assert frame.take(CHUNK) is not None and frame.buffers[1].in_file
-    assert memory.file_bytes == 5 * CHUNK
-    del memory, frame, taken, data
+    assert frame.take(CHUNK) is not None and not any(block.in_file for block in frame.blocks)
+    assert frame.take(BLOCK) is not None and frame.blocks[-1].in_file
+    assert memory.file_bytes == 2 * CHUNK
+    del memory, frame, taken, parts, part
     gc.collect()
     assert not open_files(tmp_path)
 
@@ -72,23 +118,26 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"file of 2\.0 KiB cannot be made there, beside 0 bytes"):
+    with pytest.raises(ConfigError, match=r"file of 32\.0 KiB cannot be made there, beside 0 b"):
         staging(1, tmp_path).begin().take(CHUNK)
     assert not open_files(tmp_path)
 
 
-def test_memory_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+def test_memory_that_the_machine_lacks(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = staging()
     frame = memory.begin()
     assert frame.take(CHUNK) is not None
 
     def none_left(nbytes: int) -> torch.Tensor:
-        raise RuntimeError("CUDA error: out of memory")
+        raise kind("out of memory")
 
     monkeypatch.setattr(memory.transfers, "host_buffer", none_left)
-    with pytest.raises(RuntimeError, match="out of memory") as raised:
-        frame.take(3 * CHUNK)
+    with pytest.raises(kind, match="out of memory") as raised:
+        frame.take(1)
     assert raised.value.__notes__ == [
-        "forkpoint: 8.0 KiB of host memory cannot be allocated beside 2.0 KiB of others. Set "
+        "forkpoint: 32.0 KiB of host memory cannot be allocated beside 32.0 KiB of others. Set "
         "Config(host_memory=...) to at most that, and offload_folder for data beyond it."
     ]

@@ -9,10 +9,11 @@ boundary gradients of a microbatch itself are fetched once, for its backward.
 Boundary gradients without a contribution are zeros, which are made on the device instead of copied.
 """
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -36,38 +37,35 @@ class Rows:
     """Cache slots that it captures, in the order of its tokens."""
 
 
-BLOCKS = 16
-"""Blocks in a chunk of host memory. Less than one block of a chunk stays unused."""
+class _Parts:
+    """Rows of a tensor in host memory, in parts."""
 
-
-class _Blocks:
-    """Rows of a tensor in host memory, in blocks that fill chunks."""
-
-    def __init__(self, blocks: list[Tensor]) -> None:
-        self._blocks = blocks
-        self._rows: int = len(blocks[0])
+    def __init__(self, parts: list[Tensor]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
 
     @property
     def entry(self) -> Tensor:
         """The first row, [1, ...]."""
-        return self._blocks[0][:1]
+        return self._parts[0][:1]
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[Tensor, int, int]]:
-        """Parts of the rows begin:end, and where each part begins and ends among them."""
-        at = begin
+        """Pieces of parts with the rows begin:end, and where each piece begins and ends among
+        them."""
+        at, number = begin, bisect_right(self._ends, begin)
         while at < end:
-            block, offset = divmod(at, self._rows)
-            last = min(end, at + self._rows - offset)
-            yield self._blocks[block][offset : offset + last - at], at - begin, last - begin
-            at = last
+            part, last = self._parts[number], min(end, self._ends[number])
+            first = self._ends[number] - len(part)
+            yield part[at - first : last - first], at - begin, last - begin
+            at, number = last, number + 1
 
 
 @dataclass(eq=False)
 class _Hosted:
     """One of a layer's tensors in host memory."""
 
-    state: _Blocks
-    gradient: _Blocks | None
+    state: _Parts
+    gradient: _Parts | None
     device: torch.device
     summed: np.ndarray
     """bool [tokens]: cache slots whose boundary gradient is in host memory; others are zero."""
@@ -131,20 +129,13 @@ class HostCache:
         tensors[name] = _Hosted(state, gradient, like.device, np.zeros(tokens, bool))
         return True
 
-    def _take(self, tokens: int, like: Tensor, dtype: torch.dtype) -> _Blocks | None:
+    def _take(self, tokens: int, like: Tensor, dtype: torch.dtype) -> _Parts | None:
         if self._frame is None:
             self._frame = self._staging.begin()
         entry = like.shape[1:]
         nbytes = entry.numel() * dtype.itemsize
-        rows = max(1, self._transfers.chunk_bytes // BLOCKS // nbytes)
-        blocks: list[Tensor] = []
-        for begin in range(0, tokens, rows):
-            count = min(rows, tokens - begin)
-            found = self._frame.take(count * nbytes)
-            if found is None:
-                return None
-            blocks.append(found.view(dtype).view(count, *entry))
-        return _Blocks(blocks)
+        parts = self._frame.take(tokens * nbytes, nbytes)
+        return None if parts is None else _Parts([x.view(dtype).view(-1, *entry) for x in parts])
 
     def has(self, layer: Hashable, name: str) -> bool:
         """Whether this tensor of a layer is in host memory."""
@@ -162,9 +153,9 @@ class HostCache:
             self._send(hosted, x_T[begin:end], hosted.state, at)
             hosted.summed[at : at + end - begin] = False
 
-    def _send(self, hosted: _Hosted, source: Tensor, to: _Blocks, at: int) -> None:
-        for host, first, last in to.pieces(at, at + len(source)):
-            hosted.sent = self._transfers.out(source[first:last], host)
+    def _send(self, hosted: _Hosted, source: Tensor, to: _Parts, at: int) -> None:
+        pieces = to.pieces(at, at + len(source))
+        hosted.sent = self._transfers.out([(source[a:b], host) for host, a, b in pieces])
         self._stats.out_bytes += source.nbytes
         self._stats.cache_bytes += source.nbytes
 
@@ -291,7 +282,7 @@ class HostCache:
         self._fetched[layer] = found
         return found
 
-    def _empty(self, hosted: _Hosted, like: _Blocks, rows: int) -> Tensor:
+    def _empty(self, hosted: _Hosted, like: _Parts, rows: int) -> Tensor:
         entry = like.entry
         return torch.empty((rows, *entry.shape[1:]), dtype=entry.dtype, device=hosted.device)
 

@@ -16,7 +16,7 @@ have more. Gradients are not subtracted, because the memory budget leaves room f
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,9 @@ def storage_id(tensor: Tensor) -> int:
 class _Stored:
     """A storage in host memory, and its copy on the device after it was fetched."""
 
-    host: Tensor
+    nbytes: int
+    host: Sequence[Tensor]
+    """Parts, uint8."""
     sent: Any
     index: int = -1
     """Its position in the order in which storages were last saved, after the forward."""
@@ -125,7 +127,7 @@ class SavedTensors:
             if stored is not None:
                 stored.index = len(self._order)
                 self._order.append(reference)
-                self._begins.append(self._begins[-1] + len(stored.host))
+                self._begins.append(self._begins[-1] + stored.nbytes)
         self._last.clear()
         self._next = len(self._order) - 1
         self._ahead_bytes = max(1, LAYERS_ALIVE * self._begins[-1] // self.layers)
@@ -176,7 +178,7 @@ class SavedTensors:
             return None
         self.stats.out_bytes += nbytes
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        return _Stored(host, transfers.out(whole, host))
+        return _Stored(nbytes, host, transfers.out(_in_parts(whole, host)))
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
@@ -214,8 +216,11 @@ class SavedTensors:
 
     def _fetch(self, stored: _Stored) -> None:
         assert self.staging is not None
-        stored.device, stored.arrived = self.staging.transfers.back(stored.host, stored.sent)
-        self.stats.back_bytes += len(stored.host)
+        transfers = self.staging.transfers
+        found = torch.empty(stored.nbytes, dtype=torch.uint8, device=transfers.device)
+        pairs = [(host, part) for part, host in _in_parts(found, stored.host)]
+        stored.device, stored.arrived = found, transfers.bring(pairs, stored.sent)
+        self.stats.back_bytes += stored.nbytes
 
     def _fetch_ahead(self, index: int) -> None:
         """Fetch storages below `index`, in reverse order, until `_ahead_bytes` are on their way."""
@@ -233,7 +238,7 @@ class SavedTensors:
         room = self.staging.transfers.headroom_bytes()
         for stored in wanted:
             if room is not None:
-                room -= len(stored.host)
+                room -= stored.nbytes
                 if room < 0:
                     # Tried again when the backward asks for the next storage.
                     self.stats.held_back += 1
@@ -241,6 +246,11 @@ class SavedTensors:
                     return
             self.stats.prefetched += 1
             self._fetch(stored)
+
+
+def _in_parts(whole: Tensor, host: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a part of a storage and the host memory for it."""
+    return list(zip(whole.split([len(part) for part in host]), host, strict=True))
 
 
 # The feature

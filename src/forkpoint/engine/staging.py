@@ -24,6 +24,8 @@ ALIGNMENT_BYTES = 512
 # Torch allocates pinned memory in powers of two. Chunks of that size waste none of it, and pinning
 # one takes a fraction of a second, once.
 CHUNK_BYTES = 1 << 30
+BLOCKS = 16
+"""Blocks in a chunk. Frames take blocks, so a frame leaves less than one block unused."""
 # Not used by prefetches: the allocator's rounding, and workspaces of the running backward.
 MARGIN_BYTES = 1 << 30
 
@@ -60,7 +62,7 @@ class PlainTransfers:
     def __init__(self, device: torch.device, *, chunk_bytes: int = 1 << 24) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
-        """Bytes of one allocation of host memory, a power of two."""
+        """Bytes of one allocation of host memory, a power of two; `BLOCKS` blocks."""
         self.least_bytes = 0
         """Storages with fewer bytes stay on the device."""
 
@@ -72,15 +74,11 @@ class PlainTransfers:
         """Order later copies to the host after earlier copies back, which may read the same host
         memory."""
 
-    def out(self, source: Tensor, host: Tensor) -> Any:
-        """Start copying to the host; the source may be freed at once. Returns an event for
-        `back`."""
-        host.copy_(source)
-
-    def back(self, host: Tensor, after: Any) -> tuple[Tensor, Any]:
-        """Start copying into new device memory. Returns this memory and an event for `wait`."""
-        found = torch.empty(len(host), dtype=torch.uint8, device=self.device)
-        return found, self.bring([(host, found)], after)
+    def out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Start copying pairs of (device memory, host memory). The device memory may be freed at
+        once. Returns an event for `bring`."""
+        for source, host in pairs:
+            host.copy_(source)
 
     def bring(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
         """Start copying pairs of (host memory, existing device memory). Returns an event for
@@ -122,19 +120,21 @@ class StreamTransfers(PlainTransfers):
     def begin_microbatch(self) -> None:
         self._out.wait_stream(self._in)
 
-    def out(self, source: Tensor, host: Tensor) -> torch.Event:
+    def out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.Event:
         if self.headroom_bytes() < 0:
             # The computation is further ahead of its copies than memory allows.
             self._out.synchronize()
         self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._out):
-            host.copy_(source, non_blocking=True)
-        if not host.is_pinned():
+            for source, host in pairs:
+                host.copy_(source, non_blocking=True)
+        if not all(host.is_pinned() for _, host in pairs):
             # CUDA may read pageable memory when a copy back is enqueued, so this copy
             # must have ended.
             self._out.synchronize()
-        # The allocator reuses its memory once this stream has got past the copy.
-        source.record_stream(self._out)
+        for source, _ in pairs:
+            # The allocator reuses its memory once this stream has got past the copy.
+            source.record_stream(self._out)
         return self._out.record_event()
 
     def bring(
@@ -169,29 +169,31 @@ class StreamTransfers(PlainTransfers):
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
-    """Host memory, or a file that is mapped into it."""
+class Block:
+    """A part of a chunk of host memory, or of a file that is mapped into it."""
 
     data: Tensor
     """uint8 [bytes]."""
-    in_file: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
+    in_file: bool
 
 
 @dataclass(eq=False)
 class Staging:
-    """Host memory in buffers that are kept from step to step, because pinning memory is slow."""
+    """Host memory in chunks that are kept from step to step, because pinning memory is slow."""
 
     transfers: PlainTransfers
     limit_bytes: int | None = None
     folder: Path | None = None
     """Folder of files beyond the limit; None: no files."""
     _allocation_ms: float = field(default=0.0, init=False)
-    _free: list[Buffer] = field(default_factory=list, init=False)
+    _free: list[Block] = field(default_factory=list, init=False)
+    _free_in_files: list[Block] = field(default_factory=list, init=False)
     _frames: "list[Frame]" = field(default_factory=list, init=False)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.transfers.chunk_bytes // BLOCKS
 
     @property
     def held_bytes(self) -> int:
@@ -204,13 +206,14 @@ class Staging:
         return self._held(in_file=True)
 
     def _held(self, *, in_file: bool) -> int:
-        used = (buffer for frame in self._frames for buffer in frame.buffers)
-        return sum(b.nbytes for b in (*self._free, *used) if b.in_file == in_file)
+        used = (block for frame in self._frames for block in frame.blocks)
+        every = (*self._free, *self._free_in_files, *used)
+        return sum(len(block.data) for block in every if block.in_file == in_file)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffers of open microbatches, in memory and in files."""
-        return sum(buffer.nbytes for frame in self._frames for buffer in frame.buffers)
+        """Bytes of the blocks of open microbatches, in memory and in files."""
+        return sum(len(block.data) for frame in self._frames for block in frame.blocks)
 
     def begin(self) -> "Frame":
         """Make the frame of a microbatch, before its forward."""
@@ -220,7 +223,12 @@ class Staging:
     def end(self, frame: "Frame") -> None:
         """Free a microbatch's memory, after its backward."""
         self._frames.remove(frame)
-        self._free += frame.buffers
+        self.free(frame.blocks)
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """Free blocks that no frame holds any more."""
+        for block in blocks:
+            (self._free_in_files if block.in_file else self._free).append(block)
 
     def finish(self, stats: OffloadStats) -> None:
         """Free the frames of all microbatches, also after a failed pass, and write `stats`."""
@@ -230,21 +238,34 @@ class Staging:
         stats.allocation_ms += self._allocation_ms
         self._allocation_ms = 0.0
 
-    def buffer(self, nbytes: int) -> Buffer | None:
-        """The smallest free buffer in host memory of at least `nbytes`, or a new one. Beyond the
-        limit, a free or new buffer in a file; None without a folder."""
-        if (found := self._free_buffer(nbytes, in_file=False)) is not None:
-            return found
-        size = whole = max(self.transfers.chunk_bytes, 1 << (nbytes - 1).bit_length())
+    def block(self) -> Block | None:
+        """A free block of host memory, or one of a new chunk. Beyond the limit, one of a file; None
+        without a folder."""
+        if not self._free:
+            self._free += self._blocks(self._new_chunk(), in_file=False)
+        if self._free:
+            return self._free.pop()
+        if not self._free_in_files and self.folder is not None:
+            self._free_in_files += self._blocks(self._new_file(self.folder), in_file=True)
+        return self._free_in_files.pop() if self._free_in_files else None
+
+    def _blocks(self, chunk: Tensor | None, *, in_file: bool) -> list[Block]:
+        parts = () if chunk is None else chunk.split(self.block_bytes)
+        return [Block(part, in_file) for part in parts]
+
+    def _new_chunk(self) -> Tensor | None:
+        """uint8 [bytes] of new host memory: a chunk, or a part of one at the limit; None beyond
+        it."""
+        size = self.transfers.chunk_bytes
         if self.limit_bytes is not None:
             room = self.limit_bytes - self.held_bytes
-            while size > room and size // 2 >= nbytes:
+            while size > room:
                 size //= 2
-            if size > room:
-                return None if self.folder is None else self._file_buffer(self.folder, whole)
+                if size < ALIGNMENT_BYTES:
+                    return None
         begin = time.perf_counter()
         try:
-            buffer = Buffer(self.transfers.host_buffer(size))
+            chunk = self.transfers.host_buffer(size)
         except (RuntimeError, MemoryError) as error:
             error.add_note(
                 f"forkpoint: {format_bytes(size)} of host memory cannot be allocated beside "
@@ -253,21 +274,10 @@ class Staging:
             )
             raise
         self._allocation_ms += (time.perf_counter() - begin) * 1e3
-        return buffer
+        return chunk
 
-    def _free_buffer(self, nbytes: int, *, in_file: bool) -> Buffer | None:
-        fitting = [
-            at
-            for at, buffer in enumerate(self._free)
-            if buffer.in_file == in_file and buffer.nbytes >= nbytes
-        ]
-        if not fitting:
-            return None
-        return self._free.pop(min(fitting, key=lambda at: self._free[at].nbytes))
-
-    def _file_buffer(self, folder: Path, nbytes: int) -> Buffer:
-        if (found := self._free_buffer(nbytes, in_file=True)) is not None:
-            return found
+    def _new_file(self, folder: Path) -> Tensor:
+        nbytes = self.transfers.chunk_bytes
         begin = time.perf_counter()
         try:
             # The file has no name, so nothing is left of it if the process is killed.
@@ -282,32 +292,45 @@ class Staging:
                 f"{error.strerror}. Free space, name another folder, or raise host_memory."
             ) from error
         self._allocation_ms += (time.perf_counter() - begin) * 1e3
-        return Buffer(data, in_file=True)
+        return data
 
 
 class Frame:
-    """The host memory of one microbatch: buffers that are filled one after the other."""
+    """The host memory of one microbatch: blocks that are filled one after the other."""
 
     def __init__(self, staging: Staging) -> None:
-        self.buffers: list[Buffer] = []
+        self.blocks: list[Block] = []
         self._staging = staging
-        self._filling: Tensor | None = None
         self._offset = 0
+        """Where the free part of the last block begins."""
 
-    def take(self, nbytes: int) -> Tensor | None:
-        """uint8 [nbytes], or None beyond the limit."""
-        alone = nbytes > self._staging.transfers.chunk_bytes
-        if alone or self._filling is None or self._offset + nbytes > len(self._filling):
-            buffer = self._staging.buffer(nbytes)
-            if buffer is None:
-                return None
-            self.buffers.append(buffer)
-            if alone:
-                return buffer.data[:nbytes]
-            self._filling, self._offset = buffer.data, 0
-        begin = self._offset
-        self._offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return self._filling[begin : begin + nbytes]
+    def take(self, nbytes: int, unit: int = 1) -> list[Tensor] | None:
+        """Parts of host memory, uint8, that together have `nbytes`; None beyond the limit.
+
+        `unit`: bytes that stay together. The size of each part is a multiple of it.
+        """
+        assert unit <= self._staging.block_bytes, (unit, self._staging.block_bytes)
+        before, begins = len(self.blocks), self._offset
+        parts: list[Tensor] = []
+        while nbytes:
+            size = len(self.blocks[-1].data) if self.blocks else 0
+            room = (size - self._offset) // unit * unit
+            if room <= 0:
+                block = self._staging.block()
+                if block is None:
+                    beyond = self.blocks[before:]
+                    del self.blocks[before:]
+                    self._offset = begins
+                    self._staging.free(beyond)
+                    return None
+                self.blocks.append(block)
+                self._offset = 0
+                continue
+            count = min(nbytes, room)
+            parts.append(self.blocks[-1].data[self._offset : self._offset + count])
+            self._offset += -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            nbytes -= count
+        return parts
 
 
 def staging_for(device: torch.device) -> Staging:

@@ -194,10 +194,10 @@ class Parts:
         for repeat in range(1 + self.clock.repeats):
             transfers.drain()
             begin = time.perf_counter()
-            sent = transfers.out(source, host)
+            sent = transfers.out([(source, host)])
             transfers.drain()
             middle = time.perf_counter()
-            transfers.back(host, sent)
+            transfers.bring([(host, torch.empty_like(source))], sent)
             transfers.drain()
             if repeat:
                 out.append((middle - begin) * 1e3)
