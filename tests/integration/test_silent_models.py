@@ -56,6 +56,13 @@ def test_a_sample_finds_it_without_the_lists(case: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("without_lists")
+def test_a_module_captures_once_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(FORWARD["block used twice"], monkeypatch)
+    with pytest.raises(UnsupportedError, match="ran twice in one forward"):
+        wrap(model, UNCHECKED).forward_backward(BATCH, LOSS)
+
+
+@pytest.mark.usefixtures("without_lists")
 @pytest.mark.parametrize(("roundings", "passes"), [(3, True), (40, False)])
 def test_values_are_rounded_where_rounded_embeddings_move_nothing(
     roundings: int, passes: bool, monkeypatch: pytest.MonkeyPatch

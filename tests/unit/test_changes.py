@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.transaction import ThreadState, _autocast_nesting, close_generators
+from forkpoint.engine.transaction import (
+    ThreadState,
+    Transaction,
+    _autocast_nesting,
+    close_generators,
+)
 
 CPU = torch.device("cpu")
 
@@ -118,17 +123,30 @@ def test_a_thread_s_state_is_restored(within: bool) -> None:
             stack.enter_context(torch.no_grad())
         before, kept = state(), ThreadState(CPU)
         entered(
-            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+            # Its dtype and cache are those of now, so it comes first.
+            torch.autocast("cpu", enabled=False),
             hooks(torch.relu, torch.relu),
             torch.set_grad_enabled(within),
             hooks(torch.relu, torch.relu),
-            torch.autocast("cpu", enabled=False),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
         )
         assert state() != before
         for _ in range(2):
             kept.restore()
             assert state() == before
     assert torch.is_grad_enabled() and _autocast_nesting() == 0
+
+
+def test_copies_of_weights_that_autocast_keeps_are_dropped() -> None:
+    """Autocast drops them as its outermost context ends, which an exception may prevent."""
+    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+    kept = ThreadState(CPU)
+    entered(torch.autocast("cpu"))
+    assert (x @ weight).sum() == 8
+    kept.restore()
+    weight.data.mul_(3)
+    with torch.autocast("cpu"):
+        assert (x @ weight).sum() == 24
 
 
 def test_generators_that_an_exception_leaves_are_ended() -> None:
@@ -174,3 +192,8 @@ def test_generators_that_an_exception_leaves_are_ended() -> None:
             assert open_contexts == ["outer"]
     gc.collect()
     assert open_contexts == []
+
+    # A transaction ends them while its exception is still held.
+    with pytest.raises(Interrupt) as caught:
+        Transaction(CPU).run(lambda _: interrupted_there(context("step")))
+    assert caught.tb and open_contexts == []
