@@ -35,7 +35,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared
-	@$(bin)/forkpoint demo
+	@$(bin)/python examples/grpo.py --compare --examples 32 --group 16 --updates 1 --steps 25 --log ""
 
 docs: $(docs_ready)  ## the site of the documentation, in site/
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet

@@ -3,9 +3,10 @@
     python examples/trl/grpo.py                      # a tiny random model, on a CPU
     python examples/trl/grpo.py --model Qwen/Qwen3-0.6B --prompt-tokens 2048
 
-Nothing is downloaded unless `--model` names a model of a hub. The task is that of `forkpoint demo`:
-a prompt is a text mostly in one dialect of a made-up language, and the reward of a completion is
-the share of its words that are of that dialect.
+Nothing is downloaded unless `--model` names a model of a hub. A prompt is a text mostly in one
+dialect of a made-up language. All words of a dialect have the same vowel twice. The reward of a
+completion is the share of its words that are of the most frequent dialect of its prompt. It is 0.2
+on average without reading the prompt.
 """
 
 import argparse
@@ -29,11 +30,13 @@ from transformers import (
 from trl import GRPOConfig
 from trl import GRPOTrainer as StockTrainer
 
-from forkpoint.apps.demo.task import BLIND_REWARD, VOWELS, WORDS, dialect_of, make_prompt, spell
 from forkpoint.integrations.trl import GRPOTrainer
 from forkpoint.testing import tiny_model
 
 SPECIAL = ["<pad>", "<eos>"]
+CONSONANTS = ("bl", "dr", "fn", "gm", "kt", "ld", "ms", "nk", "pr", "rv", "sb", "tl")
+DIALECTS = [[f"{c[0]}{vowel}{c[1]}{vowel}" for c in CONSONANTS] for vowel in "aeiou"]
+WORDS = [word for dialect in DIALECTS for word in dialect]
 
 
 def own_tokenizer() -> PreTrainedTokenizerFast:
@@ -60,24 +63,28 @@ def own_model() -> Any:
     return model
 
 
+def share(text: str, dialect: int) -> float:
+    """The share of a text's words that are of a dialect."""
+    words = text.split()
+    return sum(word in DIALECTS[dialect] for word in words) / max(1, len(words))
+
+
 def reward(completions: list[str], dialect: list[int], **_: Any) -> list[float]:
-    """The share of a completion's words that are of the prompt's dialect, 0 to 1."""
-    size = len(WORDS) // len(VOWELS)
-    found = []
-    for text, own in zip(completions, dialect, strict=True):
-        words = [WORDS.index(w) // size for w in text.split() if w in WORDS]
-        found.append(sum(d == own for d in words) / max(1, len(text.split())))
-    return found
+    return [share(text, own) for text, own in zip(completions, dialect, strict=True)]
 
 
 def dataset(options: argparse.Namespace) -> Dataset:
     random = np.random.default_rng(options.seed)
-    texts = [
-        make_prompt(options.prompt_tokens, random) for _ in range(options.steps * options.groups)
-    ]
-    return Dataset.from_dict(
-        {"prompt": [spell(t) for t in texts], "dialect": [dialect_of(t) for t in texts]}
-    )
+    texts = []
+    for _ in range(options.steps * options.groups):
+        own = DIALECTS[random.integers(len(DIALECTS))]
+        words = [*random.choice(own, options.prompt_tokens // 2)]
+        words += [*random.choice(WORDS, options.prompt_tokens - len(words))]
+        random.shuffle(words)
+        texts.append(" ".join(words))
+    every = range(len(DIALECTS))
+    most = [max(every, key=lambda d, text=text: share(text, d)) for text in texts]
+    return Dataset.from_dict({"prompt": texts, "dialect": most})
 
 
 class Clocked:
@@ -158,7 +165,7 @@ def main() -> None:
         quarter = max(1, len(rewards) // 4)
         print(
             f"{name:10} reward {np.mean(rewards[:quarter]):.2f} in the first quarter of the steps, "
-            f"{np.mean(rewards[-quarter:]):.2f} in the last (blind: {BLIND_REWARD:.2f}); "
+            f"{np.mean(rewards[-quarter:]):.2f} in the last (blind: {1 / len(DIALECTS):.2f}); "
             f"{found[name]['update_s']:.1f} s of losses and gradients"
         )
     logs = found["forkpoint"]["logs"]

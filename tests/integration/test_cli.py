@@ -28,10 +28,6 @@ CONFIG = {f"--{field.name.replace('_', '-')}" for field in fields(Config)}
 CONFIG = {"--no-self-check" if name == "--self-check" else name for name in CONFIG}
 # An option that is renamed or dropped breaks scripts: change this table knowingly.
 OPTIONS = {
-    "demo": {
-        *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
-        *("--steps", "--lr", "--seed", "--json"),
-    },
     "plan": {
         *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),
         *("--device-memory", "--trained-share", "--shard", "--stages", "--lanes"),

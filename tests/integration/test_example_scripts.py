@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from forkpoint.engine.engine import Engine
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 REWARD = re.compile(r"^\d+: reward ([\d.]+),", re.MULTILINE)
 NORM = re.compile(r"gradient norm ([\d.]+), StepStats\(loss=(\S+),")
@@ -40,6 +42,27 @@ def test_grpo_logs_metrics(run: Any, tmp_path: Path) -> None:
         assert row["computed_tokens"] < row["given_tokens"] / 2
         assert row["ratio_mean"] != 1 and row["approx_kl"] > 0  # the second update of the batch
         assert 0 <= row["clip_fraction"] < 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001], ids=["right", "wrong"])
+def test_grpo_compares_gradients(
+    factor: float, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `make demo` does; wrong gradients with sharing give exit status 1."""
+    right = Engine.forward_backward
+
+    def scaled(self: Engine, *args: Any) -> Any:
+        shared = self.config.sharing != "none" and self.host.shape.dtype_bytes == 4
+        return right(self, *args[:-1], args[-1] * (factor if shared else 1.0))
+
+    monkeypatch.setattr(Engine, "forward_backward", scaled)
+    with pytest.raises(SystemExit) as ended:
+        run("grpo.py", "--compare", "--steps", 2, "--prompts", 2, "--group", 4, "--log", "")
+    shown = capsys.readouterr().out
+    assert bool(ended.value.code) == (factor > 1)
+    assert "passed: 2 of 2 plans" in shown
+    (apart,) = re.findall(r"differ by at most (\S+) of their norm", shown)
+    assert 0 < float(apart) < 1e-5 or factor > 1
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Applications on top of the library: command line, replay, report, demo."""
+"""Applications on top of the library: command line, replay, report."""

@@ -101,12 +101,12 @@ def reason_in(box: str) -> str:
     return f"{reason}."
 
 
-NAMES = ("demo", "plan", "replay", "report", "verify", "calibrate", "doctor")
+NAMES = ("plan", "replay", "report", "verify", "calibrate", "doctor")
 FORKPOINT = App(
     prog="forkpoint",
-    about="Begin with forkpoint demo, then forkpoint plan FILE on your rollouts. --version prints "
-    "the version. Every command takes --debug, which shows the traceback of an error. Exit codes: "
-    "0 done, 1 a check failed, 2 invalid arguments or files, 3 nothing to verify, 70 a defect of "
-    "forkpoint, 130 interrupted.",
+    about="Begin with forkpoint plan FILE on your rollouts. --version prints the version. Every "
+    "command takes --debug, which shows the traceback of an error. Exit codes: 0 done, 1 a check "
+    "failed, 2 invalid arguments or files, 3 nothing to verify, 70 a defect of forkpoint, 130 "
+    "interrupted.",
     commands={name: f"forkpoint.apps.cli.{name}:{name.capitalize()}" for name in NAMES},
 )

@@ -1,1 +1,0 @@
-"""Program of `forkpoint demo`: a small GRPO loop with a task, a sampler and a trainer."""
