@@ -31,8 +31,8 @@ def batches() -> list[RolloutBatch]:
     return [whole.select(members.tolist()) for members in whole.groups()]
 
 
-def record(path: Path, given: list[dict[str, Any]] | None = None, loss: Any = None) -> Trace:
-    with forkpoint.record(path, loss=loss or GRPO(clip=0.3)) as trace:
+def record(path: Path, given: list[dict[str, Any]] | None = None) -> Trace:
+    with forkpoint.record(path) as trace:
         for batch, inputs in zip(batches(), given or GIVEN, strict=True):
             trace.add(batch, inputs)
     return open_trace(path)
@@ -68,11 +68,11 @@ def test_a_step_is_a_recorded_batch_with_what_its_loss_was_given(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_command_asks_for_the_loss_of_a_trace(shell: Shell, tmp_path: Path) -> None:
-    record(tmp_path / "trace", loss=LogLikelihood())
+    record(tmp_path / "trace")
     config = write_config(tmp_path / "config.json")
     arguments = ("replay", tmp_path / "trace", "--model", config, "--steps", 3, "--json")
     refused = shell(*arguments)
-    assert refused.code == 2 and "recorded with the loss {'name': 'LogLikelihood'" in refused.err
+    assert refused.code == 2 and "no loss is recorded. Set --loss" in refused.err
     done = shell(*arguments, "--loss", "likelihood", "--output", tmp_path / "run")
     assert done.code == 0, done.err
     assert done.result["rollouts"] == 9 and done.result["format"] == "trace"

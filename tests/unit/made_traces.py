@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from forkpoint import Rollout, losses
+from forkpoint import Rollout
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.rollouts.traces import record
 
@@ -18,7 +18,7 @@ def some(groups: int = 2, seed: int = 0) -> list[Rollout]:
 
 
 def recorded(path: Path, batches: int = 3) -> Path:
-    with record(path, loss=losses.GRPO()) as trace:
+    with record(path, notes={"run": 3}) as trace:
         for n in range(batches):
             trace.add(some(seed=n), {"scale": 0.5})
     return path

@@ -27,7 +27,7 @@ from forkpoint.apps.cli.options import (
 from forkpoint.apps.cli.output import Output, options, plain, table
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces.trace import is_trace
 
 if TYPE_CHECKING:
@@ -200,8 +200,7 @@ class Replay:
     def _batches(
         self, trace: "Trace | None", batch: RolloutBatch | None
     ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
-        """The batches and the loss. Raises ConfigError if a trace was recorded with a loss and
-        --loss is not set."""
+        """The batches and the loss. Raises ConfigError for a trace without --loss."""
         objective = self.objective
         if trace is None:
             assert batch is not None
@@ -210,10 +209,10 @@ class Replay:
             return batch, loss
         from forkpoint.apps.replay.batches import TraceBatches
 
-        if objective.loss is None and trace.loss is not None:
+        if objective.loss is None:
             raise ConfigError(
-                f"{trace.path} was recorded with the loss {short(trace.loss)}. Set --loss, as "
-                "in --loss grpo,clip=0.2."
+                f"{trace.path} is a trace, in which no loss is recorded. Set --loss, as in --loss "
+                "grpo,clip=0.2."
             )
         return TraceBatches(trace, self.training.steps), objective.make()
 

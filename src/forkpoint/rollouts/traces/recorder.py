@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,6 @@ from forkpoint.rollouts.traces.trace import (
 def record(
     path: str | os.PathLike[str],
     *,
-    model: Any = None,
-    loss: Any = None,
-    optimizer: Any = None,
     notes: Mapping[str, Any] | None = None,
     resume: bool = False,
 ) -> "Recorder":
@@ -42,13 +39,10 @@ def record(
 
     Args:
         path: a folder that does not exist or is empty. It is made.
-        model: a transformers model, its configuration, or a mapping of settings. Settings are
-            stored as JSON. Weights are not stored.
-        loss: one of `forkpoint.losses`, any other dataclass, or a mapping.
-        optimizer: a torch optimizer, whose settings are stored, or a mapping.
-        notes: any further JSON values.
-        resume: whether to continue the trace in `path`. Then model, loss, optimizer and notes must
-            equal those of the trace, or be None. If `path` has no trace, a new one is started.
+        notes: JSON values that are stored in the trace, such as settings of the model, the loss
+            and the optimizer.
+        resume: whether to continue the trace in `path`. Then notes must equal those of the trace,
+            or be None. If `path` has no trace, a new one is started.
 
     Use one recorder per folder at a time; forkpoint does not check this. A trace can be read while
     it is recorded.
@@ -57,27 +51,29 @@ def record(
         The recorder, which is a context manager.
 
     Raises:
-        ConfigError: JSON cannot represent the settings, or `path` has another type.
+        ConfigError: JSON cannot represent the notes, or `path` has another type.
         TraceError: `path` is not empty; or, with `resume`, it is not a trace, is damaged, or was
-            recorded with other settings.
+            recorded with other notes.
     """
-    return Recorder(
-        as_path(path, "a folder"), _settings(model, loss, optimizer, notes), resume=resume
-    )
+    if not isinstance(notes, Mapping | None):
+        raise ConfigError(
+            f"notes is {short(notes)} of type {type(notes).__name__}; it takes a mapping."
+        )
+    return Recorder(as_path(path, "a folder"), _json(notes, "notes"), resume=resume)
 
 
 class Recorder:
     """Writes batches to a trace. `record` makes it."""
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    def __init__(self, path: Path, notes: dict[str, Any] | None, *, resume: bool) -> None:
         self.path = path
         self._adding = threading.Lock()
         if path.exists() and not path.is_dir():
             raise TraceError(f"{path} is a file; a trace is a folder. Give another path.")
         path.mkdir(parents=True, exist_ok=True)
         if not (resume and is_trace(path)):
-            self._begin(settings)
-        self._check_settings(Trace(path, MemoryLimit(path)), settings)
+            self._begin(notes)
+        self._check_notes(Trace(path, MemoryLimit(path)).notes, notes)
         for unfinished in path.glob(f".*{TEMPORARY}"):
             unfinished.unlink()
 
@@ -127,7 +123,7 @@ class Recorder:
             write_file(self.path / batch_name(index), content)
         return index
 
-    def _begin(self, settings: dict[str, Any]) -> None:
+    def _begin(self, notes: dict[str, Any] | None) -> None:
         left = sorted(
             entry.name for entry in self.path.iterdir() if not entry.name.endswith(TEMPORARY)
         )
@@ -136,19 +132,14 @@ class Recorder:
                 f"{self.path} is not empty: it holds {short(left[0])}. Give an empty or new "
                 "folder, or resume=True to continue a trace."
             )
-        values = {"kind": KIND, "schema": SCHEMA, "forkpoint": _version(), **settings}
+        values = {"kind": KIND, "schema": SCHEMA, "forkpoint": _version(), "notes": notes}
         write_file(self.path / SETTINGS, json.dumps(values, allow_nan=False).encode() + b"\n")
 
-    def _check_settings(self, trace: Trace, settings: dict[str, Any]) -> None:
-        for name, now in settings.items():
-            before = getattr(trace, name) or {}
-            if now is None or before == now:
-                continue
-            changed = [key for key in before.keys() | now if before.get(key) != now.get(key)]
-            was, is_now = ({k: v[k] for k in changed if k in v} for v in (before, now))
+    def _check_notes(self, before: Any, now: Any) -> None:
+        if now is not None and before != now:
             raise TraceError(
-                f"{self.path} was recorded with {name} {short(was)}, and now it is "
-                f"{short(is_now)}. Record into a new folder."
+                f"{self.path} was recorded with the notes {short(before)}, and now they are "
+                f"{short(now)}. Record into a new folder."
             )
 
 
@@ -159,27 +150,7 @@ def _version() -> str:
         return "unknown"
 
 
-# Settings and loss inputs as JSON ------------------------------------------------------------
-
-
-def _settings(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, Any]:
-    # A model has a configuration .config, which .to_dict() converts to a dict.
-    config = getattr(model, "config", model)
-    config = config.to_dict() if hasattr(config, "to_dict") else config
-    if hasattr(optimizer, "param_groups"):
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        optimizer = {"name": type(optimizer).__name__, "groups": groups}
-    if is_dataclass(loss) and not isinstance(loss, type):
-        values = {field.name: getattr(loss, field.name) for field in fields(loss)}
-        loss = {"name": type(loss).__name__, **values}
-    settings = {"model_config": config, "loss": loss, "optimizer": optimizer, "notes": notes}
-    for name, value in settings.items():
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{name.removesuffix('_config')} is {short(value)} of type "
-                f"{type(value).__name__}, whose settings are unknown. Give them as a mapping."
-            )
-    return {name: _json(value, name) for name, value in settings.items()}
+# Notes and loss inputs as JSON ------------------------------------------------------------
 
 
 def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:

@@ -19,12 +19,10 @@ from forkpoint.rollouts.schema import SchemaError, parse_json, read
 from forkpoint.rollouts.traces.batch_file import ARRAYS, decode
 from forkpoint.units import MemorySize, size_in_bytes
 
-SCHEMA = 3
+SCHEMA = 4
 SETTINGS = "trace.json"
 KIND = "forkpoint trace"
 AGAIN = "Restore the trace from a copy."
-
-Settings = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +30,7 @@ class _Header:
     kind: str
     schema: int
     forkpoint: str
-    model_config: Settings
-    loss: Settings
-    optimizer: Settings
-    notes: Settings
+    notes: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +81,7 @@ class Trace:
         path: the folder.
         files: paths of the files of the batches.
         forkpoint: version of forkpoint that recorded the trace.
-        model_config, loss, optimizer, notes: settings, None if none were given. `loss` has its
-            class as "name" and its fields; `optimizer` has its class as "name", and "groups".
+        notes: the notes of the recorder; None if it was given none.
     """
 
     def __init__(self, path: Path, memory: MemoryLimit) -> None:
@@ -150,10 +144,7 @@ class Trace:
         except SchemaError as error:
             raise TraceError(f"{path}: {error}. {AGAIN}") from None
         self.forkpoint: str = header.forkpoint
-        self.model_config: Settings = header.model_config
-        self.loss: Settings = header.loss
-        self.optimizer: Settings = header.optimizer
-        self.notes: Settings = header.notes
+        self.notes: Mapping[str, Any] | None = header.notes
 
 
 def batch_files(path: Path) -> list[Path]:
