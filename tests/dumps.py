@@ -218,49 +218,6 @@ def nemo_rl_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def prime_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    return {
-        "token_ids": [r.token_ids.tolist() for r in rollouts],
-        "mask": [r.loss_mask.tolist() for r in rollouts],
-        "logprobs": [_listed(r.old_logprobs) for r in rollouts],
-        "temperatures": [[1.0] * len(r) for r in rollouts],
-        "ref_logprobs": [_listed(r.reference_logprobs) for r in rollouts],
-        "advantages": [[r.advantage] * len(r) for r in rollouts],
-        "env_name": ["math"] * len(rollouts),
-    }
-
-
-def prime_rl_two_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    parts = [(r.token_ids.tolist(), prompt_of(r)) for r in rollouts]
-    return {
-        "prompt_ids": [ids[:p] for ids, p in parts],
-        "prompt_mask": [[False] * p for _, p in parts],
-        "completion_ids": [ids[p:] for ids, p in parts],
-        "completion_mask": [r.loss_mask[prompt_of(r) :].tolist() for r in rollouts],
-        "completion_logprobs": [_listed(r.old_logprobs)[prompt_of(r) :] for r in rollouts],
-        "completion_temperatures": [[1.0] * (len(r) - prompt_of(r)) for r in rollouts],
-        "ref_logprobs": [_listed(r.reference_logprobs) for r in rollouts],
-        "advantage": [r.advantage for r in rollouts],
-    }
-
-
-def prime_rl_microbatch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """One row that holds all rollouts, one after another."""
-
-    def packed(name: str) -> np.ndarray:
-        return np.concatenate([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts])
-
-    return {
-        "input_ids": packed("token_ids"),
-        "loss_mask": packed("loss_mask"),
-        "advantages": packed("advantage"),
-        "inference_logprobs": packed("old_logprobs"),
-        "ref_logprobs": packed("reference_logprobs"),
-        "position_ids": np.concatenate([np.arange(len(r)) for r in rollouts]),
-        "temperatures": np.ones(sum(map(len, rollouts))),
-    }
-
-
 def slime(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Train data, whose rewards are normalised."""
     return {
@@ -375,9 +332,6 @@ TABLES: dict[str, Callable[[Sequence[Rollout]], dict[str, Any]]] = {
     "openrlhf": openrlhf,
     "openrlhf, padded left": openrlhf_left,
     "nemo-rl": nemo_rl,
-    "prime-rl": prime_rl,
-    "prime-rl, two parts": prime_rl_two_parts,
-    "prime-rl, microbatch": prime_rl_microbatch,
     "slime": slime,
 }
 

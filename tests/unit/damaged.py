@@ -88,7 +88,7 @@ def shorter(name: str) -> Callable[[dict], None]:
 
 COUNT = len(truth())
 VERL, TRL, OPENRLHF, NEMO = dumps.verl, dumps.trl, dumps.openrlhf, dumps.nemo_rl
-PRIME, SLIME = dumps.prime_rl, dumps.slime
+SLIME = dumps.slime
 
 
 def critic(make: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
@@ -105,7 +105,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     # ids
     "an id beyond int32": (edited(TRL, at("completion_ids", 0, 2**40)), [str(2**40)],
                            "completion_ids"),
-    "no ids": (edited(PRIME, put("token_ids", None)), ["there is no token_ids"], "token_ids"),
+    "no ids": (edited(SLIME, put("tokens", None)), ["there is no tokens"], "tokens"),
     "no mask": (edited(lambda r: {"samples": rows_of(dumps.own(r))},
                        lambda t: t["samples"][ROW].pop("loss_mask")), ["has no loss_mask"],
                 "loss_mask"),
@@ -116,22 +116,20 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
                         ["response_mask[", "padding"], "response_mask"),
     "a hole in the prompt": (edited(TRL, at("prompt_mask", -2, 0)), ["0 between tokens"],
                              "prompt_mask"),
-    "a trained first token": (edited(PRIME, at("mask", 0, True)), ["loss_mask[0] is 1", "mask"],
-                              "mask"),
+    "a trained first token": (edited(NEMO, at("token_mask", 0, 1)), ["loss_mask[0] is 1"],
+                              "token_mask"),
     # numbers
     "an advantage of NaN": (edited(TRL, put("advantages", np.nan)), ["advantages is nan"],
                             "advantages"),
     "an infinite reward": (edited(OPENRLHF, put("rewards", np.inf)), ["rewards is inf"], "rewards"),
-    "two temperatures": (edited(PRIME, at("temperatures", -1, 0.5)), ["0.5", "takes one"],
-                         "temperatures"),
     "a value of NaN": (edited(VERL_CRITIC, at("values", 0, np.nan)),
                        ["old_values[", "nan", "the record's values"], "values"),
     "returns for fewer tokens (slime)": (edited(SLIME_CRITIC, put("returns", [0.5])),
                                          ["returns has 1 entries, but the response has"],
                                          "returns"),
     # lengths
-    "log-probs too short": (edited(PRIME, put("logprobs", [-1.0])), ["logprobs has 1 entries"],
-                            "logprobs"),
+    "log-probs too short": (edited(SLIME, put("rollout_log_probs", [-1.0])),
+                            ["rollout_log_probs has 1 entries"], "rollout_log_probs"),
     "a response longer than all": (edited(SLIME, put("response_lengths", 99)),
                                    ["response_lengths is 99"], "response_lengths"),
     "a length beyond the row": (edited(NEMO, put("input_lengths", 999)), ["input_lengths is 999"],
@@ -296,10 +294,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "prompts and responses of another width": (edited(VERL, cut("input_ids")),
                                                ["input_ids has", "7 + 6"]),
     "no attention mask": (edited(VERL, without("attention_mask")), ["there is no attention_mask"]),
-    "positions that jump": (edited(dumps.prime_rl_microbatch, lambda t: t["position_ids"].put(
-        2, 7)), ["position_ids[2] is 7 after 1"]),
-    "a packed column too short": (edited(dumps.prime_rl_microbatch, lambda t: t.update(
-        loss_mask=t["loss_mask"][:-1])), ["loss_mask has"]),
     "a part of a batch that is no dict": (
         lambda f: write_torch(f / "x.pt", {"batch": tensors(TRL(truth())), "meta_info": [2]}),
         ["x.pt: meta_info is [2]", "it takes a dict"]),

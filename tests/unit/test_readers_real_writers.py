@@ -64,7 +64,7 @@ def test_lines_that_prime_rl_exports() -> None:
     """Packed samples that its TokenExporter took apart; what fills a row up is no line."""
     file = open_rollouts(FIXTURES / "prime-rl-tokens.jsonl")
     found = file.read()
-    assert (file.container, file.format) == ("JSON lines", "prime-rl-tokens")
+    assert (file.container, file.format) == ("JSON lines", "prime-rl")
     same(in_order(found), in_order(truth()), "reference_logprobs")
     assert all(r.weights is None and r.reference_logprobs is None for r in found)
     with pytest.raises(RolloutError, match="line 1: has no advantage"):

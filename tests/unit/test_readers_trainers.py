@@ -77,25 +77,6 @@ def test_a_batch_of_trl() -> None:
     assert [len(group) for group in RolloutBatch(found).groups()] == [3, 3]
 
 
-def test_samples_of_async_trl() -> None:
-    """Objects of TRL 1.16.0's RolloutSample, as JSON."""
-    file = open_rollouts(FIXTURES / "trl-async.jsonl")
-    found = file.read()
-    assert file.format == "trl-async"
-    assert [r.token_ids.tolist() for r in found[:2]] == [
-        [2, 3, 4, 5, 5, 5],
-        [2, 3, 4, 6, 6, 6, 6, 6],
-    ]
-    assert [r.loss_mask.astype(int).tolist() for r in found[:2]] == [
-        [0, 0, 0, 1, 1, 1],
-        [0, 0, 0, 1, 0, 0, 1, 1],
-    ]
-    assert found[1].old_logprobs is not None
-    assert found[1].old_logprobs.tolist() == [0, 0, 0, -0.5, 0, 0, -0.5, -0.5]
-    assert [r.advantage for r in found] == [0.5, -0.5, 0.5, -0.5]
-    assert [r.group_id for r in found] == ["0", "0", "1", "1"]
-
-
 def test_completions_that_are_masked_stay_in_their_group(tmp_path: Path) -> None:
     """TRL masks truncated completions wholly; an importance ratio becomes weights."""
     table = tensors(dumps.trl(truth()))
@@ -133,31 +114,13 @@ def test_openrlhf_samples_of_text_alone(tmp_path: Path) -> None:
 )
 def test_media_are_refused_in_any_form(media: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    row = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0], "advantage": 1.0}
+    row = {"tokens": [1, 2], "response_length": 1, "reward": 1.0}
     for nothing in (None, [], {}, [None, None], {"pixel_values": None}, torch.ones(0)):
-        write_torch(path, [row | {"mm_kwargs": nothing}])
+        write_torch(path, [row | {"multimodal_inputs": nothing}])
         assert len(load_rollouts(path)) == 1
-    write_torch(path, [row | {"mm_kwargs": media}])
-    with pytest.raises(RolloutError, match="mm_kwargs has media"):
+    write_torch(path, [row | {"multimodal_inputs": media}])
+    with pytest.raises(RolloutError, match="multimodal_inputs has media"):
         load_rollouts(path)
-
-
-@pytest.mark.parametrize("count", [1, 7])
-def test_padding_of_prime_rl_is_no_rollout(count: int, tmp_path: Path) -> None:
-    """Microbatches are filled up with tokens of id 1, whose positions begin at 0 once more."""
-    filling = {"input_ids": 1, "temperatures": 1.0}
-    table = {
-        name: np.append(column, np.full(count, filling.get(name, 0), column.dtype))
-        for name, column in dumps.prime_rl_microbatch(truth()).items()
-    }
-    table["position_ids"][-count:] = np.arange(count)
-    path = write_torch(tmp_path / "x.pt", tensors(table))
-    same(load_rollouts(path), truth())
-    for name, value in (("input_ids", 2), ("inference_logprobs", -0.5)):
-        changed = table | {name: table[name].copy()}
-        changed[name][-1] = value
-        path = write_torch(tmp_path / "x.pt", tensors(changed))
-        assert len(load_rollouts(path)) == len(truth()) + 1, "it may be a rollout"
 
 
 def test_nemo_rl_lines(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ DtypeName = Literal["float32", "bfloat16", "float64"]
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 # fmt: off
-FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
-                     "nemo-rl", "prime-rl", "prime-rl-tokens", "slime", "skyrl", "chat"]
+FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "openrlhf", "nemo-rl",
+                     "prime-rl", "slime", "skyrl", "chat"]
 # fmt: on
 
 

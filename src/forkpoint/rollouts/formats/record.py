@@ -54,10 +54,9 @@ class Record:
     tokenize: Tokenizer | None = None
     media: MediaEntries | None = None
 
-    def with_values(self, values: Mapping[str, Any], where: str = "") -> "Record":
+    def with_values(self, values: Mapping[str, Any]) -> "Record":
         """The same sample with other values for some names."""
-        changed = ChainMap(dict(values), dict(self.values))
-        return replace(self, where=self.where + where, values=changed)
+        return replace(self, values=ChainMap(dict(values), dict(self.values)))
 
     def fail(self, field: str, message: str) -> RecordError:
         return RecordError(f"{self.where}: {message}", field)

@@ -1,18 +1,16 @@
 """Formats of trainers: names of columns, and the tokens to which entries belong.
 
-Each function makes the rollouts of one record, which is a sample or a packed row. Imports no torch.
+Each function makes the rollouts of one record, which is a sample. Imports no torch.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts.batch import group_of, short
+from forkpoint.rollouts.batch import group_of
 from forkpoint.rollouts.files import REQUIRED, rollout_of
 from forkpoint.rollouts.formats.record import Format, Made, Record, RecordError, field_of, make
 from forkpoint.rollouts.schema import SchemaError
@@ -184,24 +182,6 @@ def _trl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-@format_of(
-    "trl-async",
-    "input_ids completion_mask old_log_probs advantage",
-    key="input_ids",
-    notes=(NO_TEMPERATURE,),
-)
-def _trl_async(record: Record) -> Rollouts:
-    """A RolloutSample of TRL's AsyncGRPO. Entries are at their tokens."""
-    ids = record.ids("input_ids")
-    yield make(
-        record,
-        {"advantage": "advantage", "old_logprobs": "old_log_probs", "group_id": "group_id"},
-        ids=ids,
-        trained=record.mask("completion_mask", len(ids), "input_ids"),
-        names=("input_ids", "completion_mask"),
-    )
-
-
 @format_of("openrlhf", "sequences action_mask", key="sequences", notes=(NO_TEMPERATURE,))
 def _openrlhf(record: Record) -> Rollouts:
     """An Experience of OpenRLHF. The A entries of action arrays belong to the last A tokens of the
@@ -268,103 +248,27 @@ def _nemo_rl(record: Record) -> Rollouts:
 
 @format_of(
     "prime-rl",
-    "token_ids mask logprobs",
-    "prompt_ids completion_ids completion_mask completion_logprobs",
-    "input_ids loss_mask inference_logprobs position_ids",
-    key="token_ids completion_ids input_ids",
-)
-def _prime_rl(record: Record) -> Rollouts:
-    """A sample of prime-rl, a prompt with its completion, or a packed microbatch."""
-    if record.has("inference_logprobs"):
-        yield from _microbatch(record)
-    elif record.has("completion_ids"):
-        parts = [record.ids("prompt_ids"), record.ids("completion_ids")]
-        masks = [record.mask("prompt_mask", len(parts[0]), "prompt_ids"),
-                 record.mask("completion_mask", len(parts[1]), "completion_ids")]  # fmt: skip
-        whole = {"completion_ids": np.concatenate(parts), "completion_mask": np.concatenate(masks)}
-        for name in ("completion_logprobs", "completion_temperatures"):
-            if record.has(name):
-                entries = record.floats(name, len(parts[1]), "completion_ids")
-                whole[name] = np.append(np.zeros(len(parts[0])), entries)
-        record = record.with_values(whole)
-        yield _prime_rl_sample(record, "completion_ids", "completion_mask", "completion_logprobs")
-    else:
-        yield _prime_rl_sample(record, "token_ids", "mask", "logprobs")
-
-
-def _prime_rl_sample(record: Record, name: str, mask: str, logprobs: str) -> Made:
-    """A sample whose entries are at their tokens."""
-    ids = record.ids(name)
-    trained = record.mask(mask, len(ids), name)
-    temperature = None
-    temperatures = record.first("temperatures", "completion_temperatures")
-    if record.has(temperatures) and trained.any():
-        used = record.floats(temperatures, len(ids), name)[trained]
-        if (other := used[used != used[0]]).size:
-            raise record.fail(
-                temperatures,
-                f"{temperatures} has {used[0]} and {other[0]} on trained tokens; it takes one "
-                "temperature per rollout.",
-            )
-        temperature = float(used[0])
-    return make(
-        record,
-        {"advantage": ("advantages", "advantage"), "reward": "reward", "old_logprobs": logprobs,
-         "reference_logprobs": "ref_logprobs", "weights": "rl_weights", "group_id": "group_id"},
-        ids=ids,
-        trained=trained,
-        names=(name, mask),
-        temperature=temperature,
-    )  # fmt: skip
-
-
-@format_of(
-    "prime-rl-tokens",
     "token_ids loss_mask inference_logprobs trainer_logprobs",
     key="token_ids",
     notes=(NO_TEMPERATURE,),
 )
-def _prime_rl_tokens(record: Record) -> Rollouts:
-    """A line of token_exports/, which prime-rl's trainer writes with enable_token_export.
+def _prime_rl(record: Record) -> Rollouts:
+    """A line of token_exports/, which prime-rl's trainer writes with enable_token_export. Entries
+    are at their tokens.
 
     Columns that the batch lacks are rows of null.
     """
     weights = record.get("rl_weights")
     if isinstance(weights, list) and all(value is None for value in weights):
         record = record.with_values({"rl_weights": None})
-    yield _prime_rl_sample(record, "token_ids", "loss_mask", "inference_logprobs")
-
-
-def _microbatch(record: Record) -> Rollouts:
-    """Samples packed into one row. A sample begins where positions restart at 0. Padding may
-    follow."""
-    ids, positions = record.ids("input_ids"), record.ids("position_ids")
-    if len(positions) != len(ids) or not len(ids) or positions[0] != 0:
-        raise record.fail(
-            "position_ids",
-            f"position_ids has {len(positions)} entries and begins with {short(positions[:1])}; it "
-            f"takes one for each of the {len(ids)} tokens, from 0.",
-        )
-    if (jumps := np.flatnonzero((np.diff(positions) != 1) & (positions[1:] != 0))).size:
-        at = int(jumps[0]) + 1
-        raise record.fail(
-            "position_ids",
-            f"position_ids[{at}] is {positions[at]} after {positions[at - 1]}; positions count on, "
-            "or begin again at 0.",
-        )
-    columns: dict[str, NDArray[Any]] = {"input_ids": ids}
-    columns["loss_mask"] = record.mask("loss_mask", len(ids), "input_ids")
-    for name in ("advantages", "inference_logprobs", "temperatures", "ref_logprobs", "rl_weights"):
-        if isinstance(record.get(name), list | tuple | np.ndarray):
-            columns[name] = record.floats(name, len(ids), "input_ids")
-    for begin, end in itertools.pairwise([*np.flatnonzero(positions == 0).tolist(), len(ids)]):
-        part = {name: value[begin:end] for name, value in columns.items()}
-        # Padding: ids of 1 that are not trained, without log-probs, with positions from 0.
-        is_padding = begin and end == len(ids) and (part["input_ids"] == 1).all()
-        if is_padding and not part["loss_mask"].any() and not part["inference_logprobs"].any():
-            return
-        sample = record.with_values(part, f", tokens {begin} to {end - 1}")
-        yield _prime_rl_sample(sample, "input_ids", "loss_mask", "inference_logprobs")
+    ids = record.ids("token_ids")
+    yield make(
+        record,
+        {"advantage": "advantages", "old_logprobs": "inference_logprobs", "weights": "rl_weights"},
+        ids=ids,
+        trained=record.mask("loss_mask", len(ids), "token_ids"),
+        names=("token_ids", "loss_mask"),
+    )
 
 
 @format_of(
