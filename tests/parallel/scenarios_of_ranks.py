@@ -4,6 +4,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -233,13 +234,13 @@ class Failing(Loss):
         return -outputs.logprobs.sum()
 
 
-def without_code(fails_on: int | None) -> Callable[..., Any]:
-    """torch.compile that generates no code; on one rank the compiler may fail."""
+def without_code(fails_on: int | None, after: int = 0) -> Callable[..., Any]:
+    """torch.compile that generates no code; on one rank the compiler may fail after some graphs."""
     warnings.simplefilter("ignore")  # what the compiler looks at warns
-    real = torch.compile
+    real, graphs = torch.compile, count()
 
     def backend(graph: Any, inputs: Any) -> Any:
-        if dist.get_rank() == fails_on:
+        if dist.get_rank() == fails_on and next(graphs) >= after:
             raise RuntimeError("no such kernel")
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 

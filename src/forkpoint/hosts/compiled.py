@@ -110,8 +110,9 @@ class CompiledBlocks:
 
         If the compiler fails at a block, the block runs eagerly in the same step, because ending
         the step would leave other ranks in its collectives. So backwards are compiled together with
-        forwards. The step
-        ends only if a part of the block has run already, as in blocks of several graphs.
+        forwards. If a part of the block has run already, as in blocks of several graphs, the step
+        ends if the part has attention or has captured states. Its exchanges between ranks are not
+        repeated.
         """
         if not self.compiling.announced:
             self.compiling.announced = True
@@ -154,8 +155,9 @@ class CompiledBlocks:
         if self.compiling.failure is None:
             capture = context.state.capture
             before = len(self._handles), capture and capture.count
+            call = BlockCall(context, modules, self._handles)
             try:
-                with BlockCall(context, modules, self._handles):
+                with call:
                     return compiled(*args, **kwargs)
             except Exception as error:
                 if not self.compiling.give_up(error):
@@ -167,6 +169,8 @@ class CompiledBlocks:
                         "had run, so this step cannot continue. Run the step again: blocks run "
                         "eagerly from now on. Or set Config(compile_blocks=False)."
                     ) from error
+                with call:
+                    return own(*args, **kwargs)
         return own(*args, **kwargs)
 
 

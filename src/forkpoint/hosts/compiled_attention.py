@@ -7,9 +7,9 @@ backward adds their boundary gradients, so that no other operator has side effec
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from forkpoint.ops.attention.kernel import Options
 from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.parallel.topology import Places
+
+T = TypeVar("T")
 
 
 class LayerCall:
@@ -81,12 +83,24 @@ class BlockCall:
         self.context: CallContext = context
         self.modules: Sequence[nn.Module] = modules
         self.handles: list[int] = handles
+        self._exchanged: list[Any] = []
+        self._repeated: Iterator[Any] = iter(())
 
     def __enter__(self) -> None:
+        self._repeated = iter(tuple(self._exchanged))
         _thread.block = self
 
     def __exit__(self, *_: object) -> None:
         del _thread.block
+
+    def exchanged(self, exchange: Callable[[], T]) -> T:
+        """The result of an exchange between ranks. If the context is entered again, the results of
+        the first time are returned in their order, because other ranks do not repeat exchanges."""
+        found = next(self._repeated, None)
+        if found is None:
+            found = exchange()
+            self._exchanged.append(found)
+        return found
 
 
 def number_modules(blocks: Sequence[Sequence[nn.Module]], places: Places, changes: Changes) -> None:
@@ -126,6 +140,12 @@ def current_call() -> CallContext:
     """The microbatch of the compiled block that this thread runs."""
     block: BlockCall = _thread.block
     return block.context
+
+
+def exchanged_once(exchange: Callable[[], T]) -> T:
+    """The result of an exchange between ranks in a block, compiled or not (`BlockCall`)."""
+    block: BlockCall | None = getattr(_thread, "block", None)
+    return exchange() if block is None else block.exchanged(exchange)
 
 
 def begin_call(

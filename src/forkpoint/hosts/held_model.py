@@ -80,26 +80,16 @@ class HeldModel:
         self._check_model()
         self.group.check(self.model, training=True)
         context = self.topology.relations.get("context", ())
-        why = self._why_eager(context=bool(context))
-        if compile_blocks and why:
+        if compile_blocks and self.group.splits:
             raise UnsupportedError(
                 "Config(compile_blocks=True) asks for compiled decoder blocks, which are not "
-                f"supported {why}. Leave compile_blocks out."
+                "supported where their modules are split over ranks. Leave compile_blocks out."
             )
-        self.compiling: Compiling = Compiling(False if why else compile_blocks)
+        self.compiling: Compiling = Compiling(False if self.group.splits else compile_blocks)
         shape = self.entry.shape()  # which refuses parts of heads
         if context:
             self.entry.check_context_parallel(len(context))
         return shape
-
-    def _why_eager(self, *, context: bool) -> str:
-        """Parallelism with which blocks are not compiled; "" if there is none."""
-        if self.group.splits:
-            return "where their modules are split over ranks"
-        if context and self.entry.shape().recurrent_layers:
-            # They would be compiled again for each number of tokens.
-            return "with context parallelism of layers that carry a state"
-        return ""
 
     def _link_stages(self, ranks: StageRanks | None, shape: ModelShape) -> Links:
         """The links to the previous and the next stage. Collective if the ranks are stages."""

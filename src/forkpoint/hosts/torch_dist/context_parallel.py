@@ -86,11 +86,18 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
     return split
 
 
+def copies(heads: int, ranks: int) -> int:
+    """The least number of copies of each head with which `ranks` divides the number of heads."""
+    count = 1
+    while heads * count % ranks:  # torch's compiler cannot trace math.lcm
+        count += 1
+    return count
+
+
 def repeated(x: Tensor, ranks: int, dim: int) -> Tensor:
     """Repeat heads along `dim` until their number is a multiple of `ranks`. With fewer key heads
     than ranks, several ranks get copies of one head."""
-    heads = x.shape[dim]
-    times = math.lcm(heads, ranks) // heads
+    times = copies(x.shape[dim], ranks)
     return x if times == 1 else x.repeat_interleave(times, dim)
 
 
@@ -171,7 +178,7 @@ class DealtPlaces(Places):
         return repeated(x_H, self.size, 0).chunk(self.size)[self.rank]
 
     def heads_here(self, heads: int) -> int:
-        return math.lcm(heads, self.size) // self.size
+        return heads * copies(heads, self.size) // self.size
 
     def summed(self, x: Tensor) -> Tensor:
         total = x.detach().clone()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.compiled_attention import exchanged_once
 from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import taken_context
@@ -69,7 +70,7 @@ def gated_delta_net(
         b_TG.sigmoid(),
     )
     if not places.whole:
-        o_TGE = places.to_places(o_TGE, context.inputs.microbatch.tokens)
+        o_TGE = _to_places(context, o_TGE)
     dim = module.head_v_dim
     o_BLC = module.norm(o_TGE.reshape(-1, dim), z_TGE.reshape(-1, dim))
     return module.out_proj(o_BLC.reshape(*hidden_BLC.shape[:2], -1))
@@ -133,7 +134,7 @@ def mamba2(
     )
     o_TGE = o_TGE + x_TGE * skip_G[:, None]
     if not places.whole:
-        o_TGE = places.to_places(o_TGE, context.inputs.microbatch.tokens)
+        o_TGE = _to_places(context, o_TGE)
     o_TC = o_TGE.flatten(1)
     normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
     return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
@@ -157,6 +158,7 @@ def _mamba_parts(module: Any) -> Parts:
     return (heads, module.intermediate_size // heads), group_part, group_part
 
 
+@torch.compiler.disable()
 def _to_heads(
     context: CallContext, parts: Parts, mixed_TC: Tensor, *gates_TG: Tensor
 ) -> list[Tensor]:
@@ -164,9 +166,17 @@ def _to_heads(
     pieces = mixed_TC.split([heads * dim for heads, dim in parts], -1)
     by_head = [x.unflatten(-1, part) for x, part in zip(pieces, parts, strict=True)]
     by_head += [gate[..., None] for gate in gates_TG]
-    found = context.places.to_heads(by_head, context.inputs.microbatch.tokens)
+    tokens = context.inputs.microbatch.tokens
+    found = exchanged_once(lambda: context.places.to_heads(by_head, tokens))
     mixed_TC = torch.cat([x.flatten(1) for x in found[: len(parts)]], -1)
     return [mixed_TC, *(gate[..., 0] for gate in found[len(parts) :])]
+
+
+@torch.compiler.disable()
+def _to_places(context: CallContext, o_TGE: Tensor) -> Tensor:
+    """A recurrence's output at this rank's places, for all heads."""
+    tokens = context.inputs.microbatch.tokens
+    return exchanged_once(lambda: context.places.to_places(o_TGE, tokens))
 
 
 def _own_convolution(
