@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
 
@@ -26,7 +27,7 @@ from forkpoint.ops.attention import operator
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
-from forkpoint.step.calibrate import automatic, calibrator
+from forkpoint.step.calibrate import automatic, calibrator, microbatches
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows, StepTimes
@@ -332,20 +333,27 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
 def test_a_block_is_timed_where_the_next_begins(
     monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    """With attention that waits for 10 ms forward and for 20 ms backward."""
+    """With a clock that only attention moves, by 10 ms forward and 20 ms for each launch
+    backward."""
+    now = [0.0]
 
     def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        return lambda *args: time.sleep(seconds) or function(*args)
+        def run(*args: Any) -> Any:
+            now[0] += seconds
+            return function(*args)
 
+        return run
+
+    monkeypatch.setattr(microbatches, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(operator, "merge", slow(operator.merge, 0.01))
     monkeypatch.setattr(operator, "_launch_backward", slow(operator._launch_backward, 0.02))
     model = random_model(MODEL | {"num_hidden_layers": 3}, torch.float32, 0).train()
     host = host_of(model, compile_blocks=compiled)
     rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
     row, step = rows.row_ms(host, 32), rows.step_ms(host, 16, 16)
-    for forward, backward in ((row.block_forward, row.block_backward), step.prompt_block):
-        assert 10 <= forward < 18 and 20 <= backward < 35
-    assert step.reader_block[1] >= 40, "it has two launches"
+    assert (row.block_forward, row.block_backward) == pytest.approx((10, 20))
+    assert step.prompt_block == pytest.approx((10, 20))
+    assert step.reader_block == pytest.approx((10, 40)), "it has two launches"
     assert "enter" not in vars(host), "the host is as before"
 
 
@@ -367,14 +375,18 @@ def test_times_of_the_host_are_those_of_blocks() -> None:
     assert calibrator._host_step(steps) == (6.0, 0.5)
 
 
-@pytest.mark.parametrize("issued", [0.0, 2.0])
+@pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_the_steady_row_is_longer_where_the_host_is_slow(
-    monkeypatch: pytest.MonkeyPatch, issued: float
+    monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
+    """With a host that is slow for fewer than `tokens`."""
     host = host_of(random_model(MODEL, torch.float32, 0).train())
     rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
     made: list[int] = []
     row = rows._row
+
+    def times(_: object, of_row: int) -> Times:
+        return Times(1.0, 1.0, 2.0 if of_row < tokens else 0.0)
 
     def share(forward: Callable[[], torch.Tensor], _: object, alone: Times) -> float:
         assert not alone.waits_for_host
@@ -382,14 +394,15 @@ def test_the_steady_row_is_longer_where_the_host_is_slow(
 
     monkeypatch.setattr(rows, "_row", lambda h, n, **k: made.append(n) or row(h, n, **k))
     monkeypatch.setattr(rows.clock, "steady_share", share)
-    assert rows.steady_share(host, 16, Times(1.0, 1.0, issued)) == 0.9
-    assert set(made) == {32 if issued else 16}
+    monkeypatch.setattr(rows, "row_ms", times)
+    assert rows.steady_share(host, 16, times(host, 16)) == 0.9
+    assert made == [tokens]
 
     def fails(*_: object) -> float:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(rows.clock, "steady_share", fails)
-    assert rows.steady_share(host, 16, Times(1.0, 1.0, issued)) == 1.0
+    assert rows.steady_share(host, 16, times(host, 16)) == 1.0
 
 
 @pytest.mark.parametrize(("row_ms", "sizes"), [(1.0, 3), (200.0, 2)])

@@ -22,6 +22,7 @@ from forkpoint.engine.microbatches import (
 from forkpoint.engine.offload import storage_id
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.transaction import Transaction
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.losses import GRPO
@@ -164,13 +165,16 @@ class Rows:
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Ratio of a row's time within a step to that after matrix products: `Clock.steady_share`.
 
-        The row has twice as many tokens if the host is slow and memory suffices.
+        The row has up to four times as many tokens if the host is slow and memory suffices. Few
+        layers of a small model take the device less time than the host needs outside of them.
 
         alone: times of a row of `tokens`.
         """
-        with suppress(torch.OutOfMemoryError):
-            if alone.waits_for_host:
-                tokens, alone = 2 * tokens, self.row_ms(host, 2 * tokens)
+        # Rotary frequencies may not allow a longer row.
+        with suppress(torch.OutOfMemoryError, UnsupportedError):
+            for longer in (2 * tokens, 4 * tokens):
+                if alone.waits_for_host:
+                    tokens, alone = longer, self.row_ms(host, longer)
             inputs, run = self._row(host, tokens, num_loss_entries=1)
             with host.entered():
                 return self.clock.steady_share(
