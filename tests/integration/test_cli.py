@@ -36,7 +36,7 @@ OPTIONS = {
     },
     "replay": {
         *("--model", "--limit", "--json", "--loss", "--router-loss", "--optimizer", "--lr"),
-        *("--schedule", "--warmup-steps", "--max-grad-norm", "--steps", "--groups-per-step"),
+        *("--max-grad-norm", "--steps", "--groups-per-step"),
         *("--baseline", "--output", "--checkpoint-every", "--resume"),
         *(*READING, *CONFIG, *RUNTIME),
     },

@@ -15,7 +15,7 @@ from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.replay import loop as replay_loop
-from forkpoint.apps.replay.loop import rate_factor, replay
+from forkpoint.apps.replay.loop import replay
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.testing import lifted_upcasts, tiny_model
@@ -119,17 +119,6 @@ def test_gradient_norms_and_clipping() -> None:
     moved = norm / 4 / len(flat) ** 0.5
     assert step.difference.rms_change == pytest.approx(moved, rel=1e-5)
     assert step.difference.rms < 1e-5 * moved
-
-
-def test_schedules() -> None:
-    def factors(schedule: Any, warmup_steps: int, steps: int) -> list[float]:
-        return [rate_factor(step, schedule, warmup_steps, steps) for step in range(steps)]
-
-    assert factors("constant", 0, 4) == [1, 1, 1, 1]
-    assert factors("constant", 2, 4) == [0.5, 1, 1, 1]
-    assert factors("linear", 0, 4) == [1, 0.75, 0.5, 0.25]
-    assert factors("linear", 1, 3) == [1, 1, 0.5]
-    assert factors("cosine", 0, 2) == [1, pytest.approx(0.5)]
 
 
 def test_events_have_their_times() -> None:

@@ -43,8 +43,6 @@ def run(folder: Path, *, steps: int = 2, resume: bool = True, **changes: Any) ->
     options: dict[str, Any] = {
         "optimizer": adamw,
         "groups_per_step": 2,
-        "schedule": "cosine",
-        "warmup_steps": 1,
         "max_grad_norm": 0.5,
         "checkpoint_every": 2,
         **changes,
@@ -183,7 +181,7 @@ def test_another_replay_is_refused(
 
 def test_what_must_stay_the_same(begun: Path) -> None:
     fixed = manifest_of(begun)["fixed"]
-    options = ("schedule", "warmup_steps", "max_grad_norm", "steps", "baseline", "config", "loss")
+    options = ("max_grad_norm", "steps", "baseline", "config", "loss")
     assert set(fixed) == {*options, "batches", "model", "optimizer", "runs_on"}
     assert set(fixed["batches"]) == {"rollouts", "groups", "groups_per_step", "digest"}
     facts = {"device", "threads", "torch", "calibration", "memory_budget_bytes"}
@@ -315,15 +313,14 @@ def test_the_command(shell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = (
         *("replay", file, "--model", config, "--baseline", "dense", "--steps", 4, "--json"),
-        *("--output", folder, "--checkpoint-every", 2, "--schedule", "linear"),
-        *("--warmup-steps", 2, "--max-grad-norm", 0.1, "--lr", 0.25),
+        *("--output", folder, "--checkpoint-every", 2, "--max-grad-norm", 0.1, "--lr", 0.25),
     )
     first = shell(*arguments)
     assert first.code == 0 and first.result["resumed_at"] is None
     again = shell(*arguments, "--resume")
     assert again.code == 0 and again.result["resumed_at"] == 4
     assert again.result["shared_losses"] == first.result["shared_losses"]
-    assert [row["lr"] for row in rows(folder)] == [0.125, 0.25, 0.25, 0.125]
+    assert [row["lr"] for row in rows(folder)] == [0.25] * 4
     manifest = manifest_of(folder)
     assert manifest["about"]["file"] == "a.jsonl"
     assert manifest["about"]["options"]["max_grad_norm"] == 0.1

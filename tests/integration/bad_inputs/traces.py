@@ -22,10 +22,6 @@ TRACES = (
         message="ok.jsonl is a file; a replay is a folder. Give another path.",
     ),
     folder_kind(
-        *("--schedule", "linear", "--warmup-steps", "5"),
-        message="steps is 1 and warmup_steps 5; the schedule 'linear' needs more steps than the",
-    ),
-    folder_kind(
         *("--max-grad-norm", "0"), message="max_grad_norm is 0.0; it takes a finite number above 0."
     ),
 )

@@ -49,8 +49,6 @@ class Training:
     Attributes:
         optimizer: Optimizer that applies the gradients.
         lr: Learning rate.
-        schedule: Learning rate after the warm-up: constant, or a linear or cosine decay to 0.
-        warmup_steps: Number of steps over which the learning rate rises.
         max_grad_norm: Largest norm of the gradients. Larger gradients are scaled down to it.
         steps: Number of optimizer steps. They use the groups of the file in turn, and start again
             after the last group.
@@ -61,8 +59,6 @@ class Training:
 
     optimizer: OptimizerName = "adamw"
     lr: Annotated[float, arg(metavar="RATE")] = 1e-5
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Count = 0
     max_grad_norm: DisallowNone[
         Annotated[float | None, arg(metavar="NORM", help_behavior_hint="(default: no clipping)")]
     ] = None
@@ -152,8 +148,6 @@ class Replay:
                 groups_per_step=training.groups_per_step,
                 baseline=training.baseline == "dense",
                 config=self.config,
-                schedule=training.schedule,
-                warmup_steps=training.warmup_steps,
                 max_grad_norm=training.max_grad_norm,
                 router=router,
                 output=recording.output,

@@ -28,7 +28,7 @@ from forkpoint.rollouts.disk import TEMPORARY, replacing, write_file
 from forkpoint.rollouts.schema import finite
 
 Side = tuple[nn.Module, torch.optim.Optimizer]
-SCHEMA = 4
+SCHEMA = 5
 MANIFEST, ROWS, CHECKPOINT = "manifest.json", "rows.jsonl", "checkpoint.pt"
 CALIBRATION = "calibration.json"
 MOST_NAMED = 8

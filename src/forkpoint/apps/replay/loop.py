@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from forkpoint.step.router_steps import router_work
 from forkpoint.wrapping import wrap
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Schedule = Literal["constant", "linear", "cosine"]
 CHUNK_ELEMENTS = 1 << 24
 """Number of parameter elements that are compared in float64 at a time."""
 
@@ -51,8 +50,6 @@ def replay(
     groups_per_step: int = 1,
     baseline: bool = True,
     config: Config | None = None,
-    schedule: Schedule = "constant",
-    warmup_steps: int = 0,
     max_grad_norm: float | None = None,
     router: RouterLoss | None = None,
     output: Path | None = None,
@@ -75,8 +72,6 @@ def replay(
         baseline: whether to train dense as well. Dense gets the best plan without sharing under the
             limits of `config`. The order of the two alternates between steps.
         config: options of planning and running.
-        schedule: learning rates after the warm-up: constant, or a linear or cosine decay to 0.
-        warmup_steps: number of steps over which the learning rates rise linearly.
         max_grad_norm: largest norm of the gradients. Larger gradients are scaled down to it, on
             both sides.
         router: a router loss, for both sides. A scope that is a list refers to the rollouts of each
@@ -99,7 +94,7 @@ def replay(
     """
     config, loss = config or Config(), as_loss(loss)
     _refuse_ranks(model)
-    _check_options(steps, schedule, warmup_steps, max_grad_norm, checkpoint_every)
+    _check_options(steps, max_grad_norm, checkpoint_every)
     if output is None and (resume or checkpoint_every is not None):
         raise ConfigError(
             f"{'resume' if resume else 'checkpoint_every'} is set, and output is None; it needs a "
@@ -119,8 +114,6 @@ def replay(
     fixed: dict[str, Any] = {
         "batches": batches.describe(),
         "loss": repr(loss),
-        "schedule": schedule,
-        "warmup_steps": warmup_steps,
         "max_grad_norm": max_grad_norm,
         "steps": steps,
         "baseline": baseline,
@@ -147,8 +140,7 @@ def replay(
     resumed_at = len(done) or None
 
     for index in range(len(done), steps):
-        factor = rate_factor(index, schedule, warmup_steps, steps)
-        row = _train_once(sides, index, batches.at(index), loss, factor, max_grad_norm, start)
+        row = _train_once(sides, index, batches.at(index), loss, max_grad_norm, start)
         done.append(row)
         if folder is not None:
             folder.add_row(row)
@@ -159,21 +151,10 @@ def replay(
     return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
-def _check_options(
-    steps: int,
-    schedule: Schedule,
-    warmup_steps: int,
-    max_grad_norm: float | None,
-    checkpoint_every: int | None,
-) -> None:
+def _check_options(steps: int, max_grad_norm: float | None, checkpoint_every: int | None) -> None:
     for name, value in (("steps", steps), ("checkpoint_every", checkpoint_every)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
-    if warmup_steps < 0 or (schedule != "constant" and warmup_steps >= steps):
-        raise ConfigError(
-            f"steps is {steps} and warmup_steps {warmup_steps}; the schedule {schedule!r} needs "
-            "more steps than the warm-up takes."
-        )
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
 
@@ -208,18 +189,6 @@ def _refuse_ranks(model: nn.Module) -> None:
             "trains whole models. Give it the whole model, or train the stages by "
             "policy.forward_backward of wrap(model, mesh=mesh)."
         )
-
-
-def rate_factor(index: int, schedule: Schedule, warmup_steps: int, steps: int) -> float:
-    """Factor of the learning rate at a step, counted from 0."""
-    if index < warmup_steps:
-        return (index + 1) / warmup_steps
-    done = (index - warmup_steps) / max(1, steps - warmup_steps)
-    return {
-        "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": (1.0 + math.cos(math.pi * done)) / 2,
-    }[schedule]
 
 
 def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | None) -> None:
@@ -266,19 +235,13 @@ class _Side:
         self.policy: Policy = wrap(model, config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer(self.parameters)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(
-        self, given: StepInput, loss: Loss, factor: float, max_grad_norm: float | None
+        self, given: StepInput, loss: Loss, max_grad_norm: float | None
     ) -> tuple[StepRecord, Plan]:
-        """Run one optimizer step. The time excludes the norm of the gradient.
-
-        `factor`: factor of the learning rates.
-        """
+        """Run one optimizer step. The time excludes the norm of the gradient."""
         device = self.policy.host.device
         cuda = device.type == "cuda"
-        for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = lr * factor
         held = 0
         if cuda:
             torch.cuda.synchronize(device)
@@ -344,13 +307,12 @@ def _train_once(
     index: int,
     given: StepInput,
     loss: Loss,
-    factor: float,
     max_grad_norm: float | None,
     start: list[Tensor],
 ) -> ReplayStep:
     """Run a step of each side, and compare them. `start`: parameters before the first step."""
     order = sides if index % 2 == 0 else reversed(sides)
-    ran = {n: sides[n].step(given, loss, factor, max_grad_norm) for n in order}
+    ran = {n: sides[n].step(given, loss, max_grad_norm) for n in order}
     shared, difference = sides["shared"], None
     if "dense" in sides:
         difference = parameter_difference(shared.model, sides["dense"].model, start)
