@@ -27,6 +27,8 @@ GIVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "offloaded as far as allowed": (64, {"activations": "offload", "host_memory": "2MiB"}),
     "a short limit": (4, {"max_microbatch_tokens": 300, "memory_budget": "auto"}),
     "nothing shared": (4, {"sharing": "none", "boundary": "across", "prefix_cache": "host"}),
+    "microbatches shorter than the least": (32, {"max_microbatch_tokens": 64}),
+    "a whole group": (16, {"boundary": "mixed", "activations": "keep", "checkpointing": "full"}),
     "logits": (4, {"head_logits": "keep", "boundary": "mixed", "checkpointing": "none"}),
 }
 """MiB, and options."""
@@ -61,7 +63,8 @@ def test_the_longest(most_that_fits: int) -> None:
     assert len(tried) <= 14
 
 
-QUICK = ["within", "within a limit", "on the device", "offloaded as far as allowed"]
+QUICK = ["within a limit", "on the device", "offloaded as far as allowed", "a whole group"]
+QUICK += ["microbatches shorter than the least"]
 
 
 @pytest.mark.parametrize("name", slow_besides(QUICK, GIVEN))

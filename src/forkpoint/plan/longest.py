@@ -69,10 +69,13 @@ class LongestSearch:
         boundaries = BOUNDARIES if config.boundary == AUTO else (config.boundary,)
         for sharing, boundary in product(sharings, boundaries):
             # Microbatches shorter than the least length need little less memory, and there would be
-            # thousands. Whole rollouts need less memory if checkpoints are smaller than the cache.
+            # thousands. Whole rollouts and whole groups need less memory if checkpoints are smaller
+            # than the cache.
             least = least_microbatch_tokens(rollout, boundary)
-            whole = rollout if limit is None else min(limit, rollout)
-            for tokens in {whole} if boundary == "within" else {least, max(least, whole)}:
+            lengths = [rollout, prompt + sum(self.responses)]
+            if boundary != "within":
+                lengths = [least, *(max(least, length) for length in lengths)]
+            for tokens in sorted({min(length, limit or length) for length in lengths}):
                 try:
                     plan = self._least_memory(prompt - 1, sharing, boundary, tokens)
                 except PlanError:
