@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_of_ranks import MIXTURE, Case, check, named, over_replicas
+from cases_of_ranks import MIXTURE, Case, check, named, on_rank, on_ranks_of, over_replicas
 from peft import LoraConfig, get_peft_model
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import (
@@ -30,6 +30,7 @@ from scenarios_of_ranks import (
 from test_context_parallel import check_compiled, check_eager_where_the_compiler_fails
 from test_ranks import checkpointed, critic, frozen_but, valued
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
@@ -96,6 +97,10 @@ CASES: dict[str, Case] = {
     "four": of(pp=4),
     "tied, four": of(pp=4, sizes=TIED),
     "recomputed": of(config=RECOMPUTED),
+    # The longer stage comes first, and repeats forwards after the next stage has.
+    "recomputed, unequal": of(
+        layers=3, config=RECOMPUTED, rollouts=([*group(2, 2, 90, 4), *group(9, 1, 14, 4)],)
+    ),
     "hosted": of(config=HOSTED),
     "own checkpoints": of(alone=checkpointed),
     "accumulated": of(steps=3),
@@ -120,6 +125,8 @@ CASES: dict[str, Case] = {
         rollouts=(valued(group(0, 9, 20, 8)),),
     ),
     "data": of_data(loss=GSPO()),
+    # No weights of the last stage train, and those of the first are sharded.
+    "data, last frozen": of_data(alone=frozen_but(0)),
     "data, replicated": of_data(hold=over_replicas),
     "data, a rank without rollouts": of_data(rollouts=EMPTY),
     "data, replicated, a rank without rollouts": of_data(
@@ -154,7 +161,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@named(CASES, "two passes")
+@named(CASES, "two passes", "recomputed, unequal", "data, last frozen")
 def test_stages(name: str, tmp_path: Path) -> None:
     for found in check(CASES[name], tmp_path):
         assert found["held"] < 0.7  # of the parameters
@@ -262,6 +269,22 @@ def test_orders_that_differ_between_data_ranks(
     flat = tuple(group(seed, 9, 30, 20) for seed in (2, 3))
     with pytest.raises((AssertionError, RankFailed)):
         check(of_data(rollouts=flat, config=replace(DEEP, max_microbatch_tokens=32)), tmp_path)
+
+
+def divided_otherwise(folder: Path, case: Case) -> str:
+    policy, place = on_rank(folder, case)
+    model = policy.host.model
+    for module in model.modules() if policy.host.links.ends_here else ():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    return said(lambda: policy.forward_backward(RolloutBatch(case.rollouts[place]), GRPO()))
+
+
+@pytest.mark.slow
+def test_factors_that_differ_between_stages_are_refused(tmp_path: Path) -> None:
+    for found in on_ranks_of(of_data(), tmp_path, divided_otherwise):
+        assert found.startswith("RankError: the ranks make different calls")
+        assert "gradients divided by 2" in found and "gradients divided by 1" in found
 
 
 def refused(work: Callable[[Any], None]) -> str:

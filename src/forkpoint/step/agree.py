@@ -199,6 +199,9 @@ def _proposal(
     idle = () if batch.media else host.entry.encoder.modules
     call = f"{local.call}, gather={gather!r}" if gather else local.call
     call = f"{call}, split={policy.config.split!r}" if request.exchanges else call
+    if request.training and host.topology.reduces:
+        # The last stage of a pipeline scales the loss for all stages.
+        call = f"{call}, gradients divided by {group.factor(mean=False):g}"
     share = local.routers.share() if local.routers else None
     gathers = loss is not None and loss.across_ranks
     shares_batches = group.topology.shares_batches

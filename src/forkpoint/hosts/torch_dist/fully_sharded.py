@@ -91,8 +91,11 @@ class FullySharded(Holder):
         return 1.0 if mean else max(self._divisors(), default=1.0)
 
     def _divisors(self) -> set[float]:
-        """Numbers by which fully_shard divides summed gradients, of all groups."""
-        given = [g.gradient_divide_factor for g in self._groups() if fsdp.trained_of(g)]
+        """Numbers by which fully_shard divides summed gradients, of all groups that train."""
+        groups = self._groups()
+        # The last stage of a pipeline computes the loss also if it trains nothing.
+        trained = [group for group in groups if fsdp.trained_of(group)] or groups
+        given = [group.gradient_divide_factor for group in trained]
         return {float(self._mesh.size() if factor is None else factor) for factor in given}
 
     def check(self, model: nn.Module, *, training: bool) -> None:

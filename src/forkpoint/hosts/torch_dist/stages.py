@@ -113,7 +113,10 @@ class StageLinks(Links):
         self._inputs: dict[int, Tensor] = {}
         """Received hidden states by slot, until the backward of the slot."""
         self._tops: dict[int, Tensor] = {}
-        """Sent hidden states by slot, until the backward of the slot."""
+        """Sent hidden states by slot, until the backward of the slot; if a forward is repeated,
+        those of the second."""
+        self._shapes: dict[int, torch.Size] = {}
+        """Shapes of sent hidden states, by slot."""
         self._sends: list[tuple[Any, Tensor]] = []
         self._pending: dict[int, tuple[Any, Tensor]] = {}
         """Gradients that are being received, by slot."""
@@ -123,7 +126,7 @@ class StageLinks(Links):
         """Whether any parameter of a previous stage is trained."""
 
     def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
-        for kept in (self._inputs, self._tops, self._sends, self._pending):
+        for kept in (self._inputs, self._tops, self._shapes, self._sends, self._pending):
             kept.clear()  # of a pass that has failed
         if not any(i.operation == BACKWARD for i in instructions):
             return
@@ -150,6 +153,7 @@ class StageLinks(Links):
         if self.ends_here:
             return
         if instruction.operation != RECOMPUTE:
+            self._shapes[instruction.slot] = top.shape
             self.send_hidden(top)
         if instruction.operation in (FORWARD, RECOMPUTE) and instruction.keeps_graph:
             self._tops[instruction.slot] = top
@@ -161,9 +165,9 @@ class StageLinks(Links):
         if not top.requires_grad:
             return []
         while slot not in self._pending:
+            # The next stage may have repeated a forward that this one has yet to repeat.
             coming = self._expected.pop()
-            like = top if coming == slot else self._tops[coming]
-            gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
+            gradient = top.new_empty(self._shapes[coming])
             source = self.ranks.global_ranks[self.stage.index + 1]
             self._pending[coming] = dist.irecv(gradient, source, group=self.ranks.up), gradient
         work, gradient = self._pending.pop(slot)
