@@ -190,6 +190,14 @@ def test_copies_are_as_predicted() -> None:
     assert 0.5 * back < stats.offload.back_bytes <= back
 
 
+def test_copies_of_both_passes_are_counted() -> None:
+    stats = wrap(small_model("llama"), HOSTED).forward_backward(forked_batch(), losses.GSPO())
+    moved = [stats.plan.copied_bytes(i) for i in stats.plan.program.instructions]
+    assert stats.plan.program.scores and stats.offload is not None
+    assert stats.offload.out_bytes == sum(out for out, _ in moved)
+    assert stats.offload.allocation_ms > 0
+
+
 def test_sums_of_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """With microbatches whose cache entries others have had before them."""
     write = HostCache.write

@@ -64,13 +64,17 @@ class PassResult:
     """Copies to host memory and back; None if the plan stores nothing there."""
 
     def after(self, scored: "PassResult") -> "PassResult":
-        """Return this result with the events and times of an earlier pass of scores in front."""
+        """Return this result with the events, times and copies of an earlier pass of scores."""
+        offload = self.offload
+        if offload is not None and scored.offload is not None:
+            offload = offload.after(scored.offload)
         return replace(
             self,
             events=(*scored.events, *self.events),
             phase_ms={k: scored.phase_ms[k] + ms for k, ms in self.phase_ms.items()},
             event_ms=(*scored.event_ms, *self.event_ms),
             event_wait_ms=(*scored.event_wait_ms, *self.event_wait_ms),
+            offload=offload,
         )
 
 

@@ -32,8 +32,8 @@ MARGIN_BYTES = 1 << 30
 
 @dataclass(eq=False)
 class OffloadStats:
-    """Copies of a pass to and from host memory: bytes of the storages of offloaded activations, and
-    of prefix caches."""
+    """Copies of a pass or step to and from host memory: bytes of the storages of offloaded
+    activations, and of prefix caches."""
 
     out_bytes: int = 0
     back_bytes: int = 0
@@ -49,11 +49,18 @@ class OffloadStats:
     left_bytes: int = 0
     """Bytes that stayed on the device because host memory was at its limit."""
     host_bytes: int = 0
-    """Bytes of allocated host memory at the end of the pass. They are kept for the next pass."""
+    """Bytes of allocated host memory at the end. They are kept for the next pass."""
     file_bytes: int = 0
     """Bytes of files beyond the limit of host memory, which are kept as well."""
     allocation_ms: float = 0.0
     """Milliseconds of the pass in which host memory was allocated (on CUDA: pinned)."""
+
+    def after(self, earlier: "OffloadStats") -> "OffloadStats":
+        """The counts of this pass and an earlier one of the step together."""
+        sums = {name: value + vars(earlier)[name] for name, value in vars(self).items()}
+        return OffloadStats(
+            **(sums | {"host_bytes": self.host_bytes, "file_bytes": self.file_bytes})
+        )
 
 
 class PlainTransfers:
