@@ -84,7 +84,8 @@ class LongestPrompt:
         each = " to ".join(f"{n:,}" for n in sorted({min(self.responses), max(self.responses)}))
         count = f"{len(self.responses):,} response{'s' * (len(self.responses) > 1)}"
         least = "at least " * (self.tokens == self.most)
-        host = f"; {format_bytes(self.host_bytes)} of host memory" * (self.host_bytes > 0)
+        host = f"; {format_bytes(self.host_bytes)} of host memory for prefix caches"
+        host *= self.host_bytes > 0
         return f"{least}{self.tokens:,} prompt tokens fit with {count} of {each}{host}"
 
 
