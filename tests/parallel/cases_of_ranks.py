@@ -71,6 +71,13 @@ def over_replicas(model: Any, mesh: DeviceMesh | None) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh._flatten("data").get_group())
 
 
+def over_trained_replicas(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """DistributedDataParallel, which refuses stages that train nothing."""
+    group = mesh._flatten("data").get_group()
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    return DistributedDataParallel(model, process_group=group) if trains else model
+
+
 def step(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> Any:
     return policy.forward_backward(batch, loss)
 

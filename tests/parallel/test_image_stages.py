@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases_of_ranks import Case, check, named, over_replicas
+from cases_of_ranks import Case, check, named, over_replicas, over_trained_replicas
 from processes import run_ranks
 from scenarios_of_ranks import said, through_logprobs
 from test_image_ranks import frozen_text, frozen_tower, tower_and_last_layer
@@ -19,6 +19,11 @@ from media_scenes import group, rollout, tool_tree, videos
 from multimodal_models import tiny_multimodal
 
 TEXT = [rollout("qwen3_vl", [[3, 4, 5, 8, 9]], [[n, 7, n]], 0.3 * n - 2.0) for n in (8, 9, 10)]
+
+
+def last_layer(model: Any) -> None:
+    model.requires_grad_(False)
+    model.model.language_model.layers[-1].requires_grad_(True)
 
 
 def multimodal(family: str, *rollouts: list[Rollout], **options: Any) -> Case:
@@ -40,6 +45,12 @@ CASES = {
     "text of gemma3": multimodal("gemma3", TEXT),
     "text, below the head frozen": multimodal("qwen3_vl", TEXT, alone=tower_and_last_layer),
     "data ranks": multimodal("qwen3_vl", TREE, TEXT, hold=over_replicas),
+    "data ranks, a frozen stage": multimodal(
+        "qwen3_vl", TREE, TEXT, hold=over_trained_replicas, alone=last_layer
+    ),
+    "data ranks, the tower alone": multimodal(
+        "qwen3_vl", TREE, TEXT, hold=over_trained_replicas, alone=frozen_text
+    ),
 }
 
 

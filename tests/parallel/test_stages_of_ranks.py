@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_of_ranks import MIXTURE, Case, check, named, on_rank, on_ranks_of, over_replicas
+from cases_of_ranks import (
+    MIXTURE,
+    Case,
+    check,
+    named,
+    on_rank,
+    on_ranks_of,
+    over_replicas,
+    over_trained_replicas,
+)
 from peft import LoraConfig, get_peft_model
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import (
@@ -131,6 +140,13 @@ CASES: dict[str, Case] = {
     "data, a rank without rollouts": of_data(rollouts=EMPTY),
     "data, replicated, a rank without rollouts": of_data(
         hold=over_replicas, rollouts=EMPTY, loss=GSPO()
+    ),
+    "data, replicated, first frozen": of_data(hold=over_trained_replicas, alone=frozen_but(3)),
+    "data, replicated, last frozen": of_data(
+        hold=over_trained_replicas, alone=frozen_but(0), rollouts=EMPTY, loss=own_loss
+    ),
+    "context, replicated, first frozen": of_split(
+        cp=2, hold=over_trained_replicas, alone=frozen_but(3)
     ),
     "data, tied, three stages": of_data(pp=3, sizes=TIED),
     "data, replicated, tied": of_data(hold=over_replicas, sizes=TIED),
@@ -331,6 +347,18 @@ def test_the_sample_is_compared_through_the_stages(monkeypatch: pytest.MonkeyPat
 def test_what_is_refused(work: Any, text: str) -> None:
     for found in run_ranks(2, refused, work):
         assert found.startswith("UnsupportedError") and text in found
+
+
+def unfrozen(folder: Path, case: Case) -> str:
+    policy, place = on_rank(folder, case)
+    policy.host.model.requires_grad_(True)
+    return said(lambda: policy.forward_backward(RolloutBatch(case.rollouts[place]), case.loss))
+
+
+@pytest.mark.slow
+def test_frozen_stages_of_data_ranks_stay_frozen(tmp_path: Path) -> None:
+    for found in on_ranks_of(CASES["data, replicated, first frozen"], tmp_path, unfrozen):
+        assert "embed_tokens.weight trains, and no parameter of this rank's stage" in found
 
 
 def wrapped_again() -> list[str]:

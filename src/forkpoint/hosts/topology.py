@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.distributed import Distributed, Holder
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
+from forkpoint.hosts.refusals import has_trainable
 from forkpoint.hosts.torch_dist.context_parallel import NAMES, context_split
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
-from forkpoint.hosts.torch_dist.replicated import Replicated
+from forkpoint.hosts.torch_dist.replicated import FrozenReplicas, Replicated
 from forkpoint.hosts.torch_dist.stages import DIMENSION, StageRanks, has_stages
 from forkpoint.parallel.process_groups import exchange_with_all, process_group
 from forkpoint.parallel.ranks import ranks_of
@@ -50,11 +51,16 @@ def held_by_ranks(
     that has not been shown exact.
     """
     holders, stages = holders_of(model, split_of), None
+    if has_stages(mesh):
+        stages = StageRanks(mesh[DIMENSION])
+        replicas = _replicas(mesh)
+        held = any("data" in holder.relations for holder in holders)
+        if len(replicas) > 1 and not held and not has_trainable(model):
+            holders.append(FrozenReplicas(replicas))
     context = context_split(mesh, holders)
     if context is not None:
         holders.append(context)
-    if has_stages(mesh):
-        stages = StageRanks(mesh[DIMENSION])
+    if stages is not None:
         holders.append(stages)
     found = Distributed()
     if holders:
@@ -65,6 +71,17 @@ def held_by_ranks(
             topology = replace(topology, places=PaddedPlaces(topology.length_multiple))
         found = Distributed(holders, topology, ranks_of(topology.members, topology.batches))
     return found, stages
+
+
+def _replicas(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh that have the same part of the model as this rank."""
+    place = mesh.get_coordinate()
+    assert place is not None and mesh.mesh_dim_names is not None
+    index = tuple(
+        at if name in (DIMENSION, "tp") else slice(None)
+        for name, at in zip(mesh.mesh_dim_names, place, strict=True)
+    )
+    return tuple(mesh.mesh[index].flatten().tolist())
 
 
 def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None]) -> list[Holder]:

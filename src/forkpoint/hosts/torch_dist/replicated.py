@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forkpoint.engine.distributed import Holder
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_parameter
+from forkpoint.parallel.process_groups import process_group
 from forkpoint.parallel.topology import Relation
 
 MOST_BUCKET_BYTES = 32 << 20
@@ -84,6 +85,28 @@ class Replicated(Holder):
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+
+class FrozenReplicas(Holder):
+    """Ranks that have the same stage of a pipeline, which trains nothing. DistributedDataParallel
+    refuses to hold it."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.relations: Mapping[Relation, tuple[int, ...]] = {"data": ranks}
+        self.process_groups: Sequence[tuple[int, ...]] = (ranks,)
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        for name, parameter in every_parameter(model):
+            if training and parameter.requires_grad:
+                raise UnsupportedError(
+                    f"parameter {name} trains, and no parameter of this rank's stage trained when "
+                    "the policy was made, so no DistributedDataParallel reduces its gradient over "
+                    "data ranks. Freeze it (requires_grad_(False)), or put "
+                    "DistributedDataParallel around the stage and call forkpoint.wrap again."
+                )
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=process_group(self.relations["data"]))
 
 
 def all_reduce_in_buckets(
