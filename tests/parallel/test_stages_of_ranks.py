@@ -117,6 +117,7 @@ CASES: dict[str, Case] = {
     "last frozen": of(alone=frozen_but(0)),
     "middle alone": of(pp=4, alone=frozen_but(1)),
     "logprobs": of(step=through_logprobs),
+    "logprobs, last frozen": of(step=through_logprobs, alone=frozen_but(0)),
     "a function": of(loss=own_loss),
     "adapters": of(alone=adapted),
     "adapters of embeddings": of(pp=3, around=adapted_embeddings),
@@ -177,7 +178,10 @@ CASES: dict[str, Case] = {
 }
 
 
-@named(CASES, "two passes", "recomputed, unequal", "data, last frozen")
+QUICK = ("two passes", "recomputed, unequal", "data, last frozen", "logprobs, last frozen")
+
+
+@named(CASES, *QUICK)
 def test_stages(name: str, tmp_path: Path) -> None:
     for found in check(CASES[name], tmp_path):
         assert found["held"] < 0.7  # of the parameters

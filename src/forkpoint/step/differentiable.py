@@ -109,11 +109,12 @@ class Pending:
     def __post_init__(self) -> None:
         parameters = [p for _, p in self.first.weights.parameters if p.requires_grad]
         # Values require a gradient because of these. With the parameters themselves, a backward for
-        # gradients of only some parameters reaches this too, and is refused.
-        self.leaves: list[Tensor] = (
-            [torch.zeros((), requires_grad=True)] if self.listens else list(parameters)
-        )
-        self._autocast = autocast_as_now(parameters[0].device)
+        # gradients of only some parameters reaches this too, and is refused. A stage of a pipeline
+        # may have none.
+        self.leaves: list[Tensor] = [*parameters]
+        if self.listens or not parameters:
+            self.leaves = [torch.zeros((), requires_grad=True)]
+        self._autocast = autocast_as_now(self.first.values_T.device)
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Run the plan with the gradients as weights, at the end of the running backward.
