@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import cut_model, host_of
+from forkpoint.parallel.call import RankGroup
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import short
 
@@ -31,7 +32,8 @@ def wrap(
         ConfigError: `config` is not a Config, its sizes do not fit the model, or the mesh is not
             the mesh of the model.
         PlanError: the mesh has more stages than the model has layers.
-        RankError: another rank refused its part of the model; the message names the reason.
+        RankError: another rank refused its part of the model or its configuration; the message
+            names the reason.
 
     If several ranks hold the model, all of them must call `wrap`. A step modifies the model and
     restores it afterwards. Stages of a pipeline stay cut.
@@ -43,7 +45,9 @@ def wrap(
             "forkpoint.Config, such as Config(sharing='tree'), or None."
         )
     host = host_of(model, compile_blocks=config.compile_blocks, mesh=mesh)
-    return Policy(host, config)
+    # If a rank refuses its configuration, the others would wait for it in the first call.
+    ranks = RankGroup(host.group.ranks)
+    return ranks.each(lambda: Policy(host, config), tells=(Exception,))
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -8,11 +8,12 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
 
+from forkpoint.config import Config
 from forkpoint.errors import ForkpointError, RankError
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
@@ -32,9 +33,16 @@ class Contents:
     """Digest of microbatches and programs."""
     numbers: tuple[float, ...] = ()
     """Factors of the loss, and sums of gradients that a caller's loss passes."""
+    config: Config | None = None
+    """Options of the policy, to name those that differ."""
 
 
-def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[float]) -> Contents:
+def contents_of(
+    batch: RolloutBatch,
+    plans: Sequence[Plan],
+    numbers: Sequence[float],
+    config: Config | None = None,
+) -> Contents:
     """The contents of one rank's step, or of several plans of one batch."""
     digest = hashlib.blake2b(digest_size=16)
     for name in (
@@ -55,7 +63,7 @@ def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[fl
     for plan in plans:
         microbatches.update(repr(plan.microbatches).encode())
         microbatches.update(repr(plan.program).encode())
-    return Contents(digest.hexdigest(), microbatches.hexdigest(), tuple(numbers))
+    return Contents(digest.hexdigest(), microbatches.hexdigest(), tuple(numbers), config)
 
 
 def check_copies(
@@ -102,9 +110,9 @@ def check_same_batches(
             )
         if one.plan != other.plan:
             return (
-                f"planned the same batch differently, {no_step} Give both the same Config; where "
-                "their memory or calibrations differ, set memory_budget, host_memory and "
-                "calibration in it."
+                f"planned the same batch differently{_options_apart(one.config, other.config)}, "
+                f"{no_step} Give both the same Config; where their memory or calibrations differ, "
+                "set memory_budget, host_memory and calibration in it."
             )
         if not alike(one.numbers, other.numbers):
             return (
@@ -114,6 +122,17 @@ def check_same_batches(
         return None
 
     check_copies(contents, names, batches, difference)
+
+
+def _options_apart(one: Config | None, other: Config | None) -> str:
+    """The options that differ, with both values, for a message; empty if there are none."""
+    names = [field.name for field in fields(Config)]
+    apart = [
+        f"{name} {getattr(one, name)!r} and {getattr(other, name)!r}"
+        for name in names
+        if one is not None and getattr(one, name) != getattr(other, name)
+    ]
+    return f" ({', '.join(apart)})" if apart else ""
 
 
 def check_same_losses(

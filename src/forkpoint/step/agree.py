@@ -8,6 +8,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
@@ -197,11 +199,6 @@ def _proposal(
     request, batch, plan, loss = local.request, local.batch, local.plan, local.loss
     host = policy.host
     idle = () if batch.media else host.entry.encoder.modules
-    call = f"{local.call}, gather={gather!r}" if gather else local.call
-    call = f"{call}, split={policy.config.split!r}" if request.exchanges else call
-    if request.training and host.topology.reduces:
-        # The last stage of a pipeline scales the loss for all stages.
-        call = f"{call}, gradients divided by {group.factor(mean=False):g}"
     share = local.routers.share() if local.routers else None
     gathers = loss is not None and loss.across_ranks
     shares_batches = group.topology.shares_batches
@@ -211,7 +208,7 @@ def _proposal(
     if batch.media and host.topology.reduces and gather != "step":
         outline = MediumOutline.of(host.entry.encoder.sample(batch.media))
     return Proposal(
-        call,
+        _described(policy, group, local, gather),
         held=_held(host, training=request.training),
         scale=None if local.averages else local.scale,
         offer=Offer(
@@ -232,7 +229,11 @@ def _proposal(
         statistics=share,
         sample=sample_of(batch, host) if _is_sample_due(policy, local) and len(batch) else None,
         prompts={name: each.edges for name, each in own.items()},
-        contents=contents_of(batch, local.plans, local.factors) if shares_batches else None,
+        contents=(
+            contents_of(batch, local.plans, local.factors, policy.config)
+            if shares_batches
+            else None
+        ),
         trains_encoder=bool(batch.media) and plan.capabilities.trains_encoder,
         outline=outline,
         sizes=offers_of(
@@ -241,6 +242,30 @@ def _proposal(
             [_program(each, False, gathers_any) for each in sizes],
         ),
     )
+
+
+def _described(
+    policy: StepPolicy, group: Distributed, local: LocalStep, gather: GatherOption
+) -> str:
+    """The call, with all options that must be the same on every rank."""
+    request, config, host = local.request, policy.config, policy.host
+    parts = [local.call]
+    if gather:
+        parts.append(f"gather={gather!r}")
+    if request.exchanges:
+        parts.append(f"split={config.split!r}")
+    if request.training:
+        # Gradients are reduced in this dtype.
+        parts.append(f"grad_accumulation_dtype={config.grad_accumulation_dtype!r}")
+    if request.training and host.topology.reduces:
+        # The last stage of a pipeline scales the loss for all stages.
+        parts.append(f"gradients divided by {group.factor(mean=False):g}")
+    if group.topology.shares_batches:
+        # Ranks exchange these results, and parts of layers in the dtype of autocast.
+        parts.append(f"head_statistics={config.head_statistics!r}")
+        if torch.is_autocast_enabled(kind := host.device.type):
+            parts.append(f"autocast to {torch.get_autocast_dtype(kind)}")
+    return ", ".join(parts)
 
 
 def _held(host: ModelHost, *, training: bool) -> Held:

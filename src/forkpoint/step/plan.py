@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -334,7 +335,10 @@ def describe_loss(loss: Loss) -> str:
     functions."""
     if is_own(loss):
         return "a function"
-    return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
+    if not is_dataclass(loss):
+        return type(loss).__qualname__
+    # The repr of some options has their address, which differs between ranks.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(loss))
 
 
 def check_config(host: ModelHost, config: Config) -> None:

@@ -114,7 +114,7 @@ class RankComm:
         """
         if self.group.topology.shares_batches:
             ranks = self.group.ranks
-            own = contents_of(batch, [*choice.plans.values()], ())
+            own = contents_of(batch, [*choice.plans.values()], (), policy.config)
             check_same_batches(self._exchange(own), ranks.global_ranks, ranks.batches)
         every = self._exchange((choice.reason, [*choice.plans]))
         there = {kind for _, kinds in every for kind in kinds}
