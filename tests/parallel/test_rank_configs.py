@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases_of_ranks import Case, both, error_of, on_rank, on_ranks_of, over_replicas
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, replicated, said
+from test_ranks import checkpointed
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
@@ -102,19 +103,28 @@ def test_a_configuration_that_one_rank_refuses() -> None:
     assert second.startswith("ConfigError: gather is 'step'")
 
 
-def autocast(folder: Path, case: Case) -> str:
-    """Rank 1 alone computes in another dtype."""
+def in_two_states(folder: Path, case: Case) -> list[str]:
+    """Rank 1 alone computes in another dtype, then with checkpoints."""
     policy, _ = on_rank(folder, case)
     batch = RolloutBatch(case.rollouts[0])
-    with torch.autocast("cpu", torch.bfloat16) if dist.get_rank() else nullcontext():
+
+    def step() -> str:
         return said(lambda: policy.forward_backward(batch, case.loss))
+
+    with torch.autocast("cpu", torch.bfloat16) if dist.get_rank() else nullcontext():
+        found = [step()]
+    if dist.get_rank():
+        checkpointed(policy.host.model)
+    return [*found, step()]
 
 
 @pytest.mark.slow
-def test_ranks_that_share_a_batch_compute_in_one_dtype(tmp_path: Path) -> None:
-    for found in on_ranks_of(Case(cp=2, dtype=torch.float32), tmp_path, autocast):
-        assert found.startswith("RankError: the ranks make different calls")
-        assert "autocast to torch.bfloat16" in found
+def test_ranks_that_share_a_batch_run_its_layers_alike(tmp_path: Path) -> None:
+    for found in on_ranks_of(Case(cp=2, dtype=torch.float32), tmp_path, in_two_states):
+        for text, state in zip(
+            found, ("autocast to torch.bfloat16", "gradient checkpointing"), strict=True
+        ):
+            assert text.startswith("RankError: the ranks make different calls") and state in text
 
 
 @dataclass(frozen=True)

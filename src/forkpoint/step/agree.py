@@ -260,6 +260,10 @@ def _described(
     if request.training and host.topology.reduces:
         # The last stage of a pipeline scales the loss for all stages.
         parts.append(f"gradients divided by {group.factor(mean=False):g}")
+    splits = not {"tensor", "expert", "context"}.isdisjoint(group.topology.relations)
+    if request.training and splits and host.entry.checkpointed:
+        # Layers that run again repeat their exchanges.
+        parts.append("with gradient checkpointing of the model")
     if group.topology.shares_batches:
         # Ranks exchange these results, and parts of layers in the dtype of autocast.
         parts.append(f"head_statistics={config.head_statistics!r}")
