@@ -159,8 +159,8 @@ def two_models() -> str:
 
 def test_ranks_that_wrap_models_of_different_ranks_all_raise() -> None:
     for text in run_ranks(3, two_models):
-        assert text.startswith("RankError: rank 2 wraps a model that ranks [0, 2] hold")
-        assert "rank 0 wraps one that ranks [0, 1] hold" in text
+        assert text.startswith("RankError: rank 2 wraps a model with data parallelism over ranks [")
+        assert "[0, 2], and rank 0 wraps one with data parallelism over ranks [0, 1]" in text
 
 
 def group_of_pair() -> tuple[list[int], float]:

@@ -147,9 +147,9 @@ def _check_relations(every: Mapping[int, Mapping[Relation, tuple[int, ...]]]) ->
             for other in ranks:
                 if (held := every[other].get(kind)) != ranks:
                     raise RankError(
-                        f"rank {rank} wraps a model that ranks {list(ranks)} hold by {kind} "
-                        f"parallelism, and rank {other} wraps one that "
-                        f"{f'ranks {list(held)} hold so' if held else 'no ranks hold so'}. At each "
+                        f"rank {rank} wraps a model with {kind} parallelism over ranks "
+                        f"{list(ranks)}, and rank {other} wraps one with {kind} parallelism over "
+                        f"{f'ranks {list(held)}' if held else 'no ranks'}. At each "
                         "call of forkpoint.wrap, these ranks must wrap their parts of the same "
                         "model. Wrap models in the same order on all ranks."
                     )

@@ -110,7 +110,7 @@ def check_same_batches(
             )
         if one.plan != other.plan:
             return (
-                f"planned the same batch differently{_options_apart(one.config, other.config)}, "
+                f"planned the same batch differently{_differences(one.config, other.config)}, "
                 f"{no_step} Give both the same Config; where their memory or calibrations differ, "
                 "set memory_budget, host_memory and calibration in it."
             )
@@ -124,15 +124,15 @@ def check_same_batches(
     check_copies(contents, names, batches, difference)
 
 
-def _options_apart(one: Config | None, other: Config | None) -> str:
+def _differences(one: Config | None, other: Config | None) -> str:
     """The options that differ, with both values, for a message; empty if there are none."""
     names = [field.name for field in fields(Config)]
-    apart = [
+    found = [
         f"{name} {getattr(one, name)!r} and {getattr(other, name)!r}"
         for name in names
         if one is not None and getattr(one, name) != getattr(other, name)
     ]
-    return f" ({', '.join(apart)})" if apart else ""
+    return f" ({', '.join(found)})" if found else ""
 
 
 def check_same_losses(

@@ -53,7 +53,7 @@ class DataRanks:
     watch: Watch | None = None
     """Watch of the running call."""
     device_group: dist.ProcessGroup | None = None
-    """Group for tensors on a device, when it has been used."""
+    """Group for tensors on a device; None before its first use."""
 
     def __post_init__(self) -> None:
         self.batches = self.batches or tuple(range(self.size))

@@ -35,7 +35,7 @@ class Times(NamedTuple):
     issued_backward: float = 0.0
     block_forward: float = 0.0
     block_backward: float = 0.0
-    """Of the host, for one block."""
+    """Milliseconds of the host for the backward of one block; `block_forward` is the forward's."""
 
     @property
     def waits_for_host(self) -> bool:

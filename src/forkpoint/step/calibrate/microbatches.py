@@ -44,7 +44,7 @@ class StepTimes(NamedTuple):
     prompt_block: tuple[float, float] = (0.0, 0.0)
     """Host time of a block of the microbatch that is read, forward and backward."""
     reader_block: tuple[float, float] = (0.0, 0.0)
-    """The same of the microbatch that reads."""
+    """Host time of a block of the microbatch that reads it, forward and backward."""
     tokens: int = 0
     """Number of tokens of all rollouts."""
 
