@@ -23,7 +23,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.hosts.modules import cache_module_walks
-from forkpoint.ops.attention import operator
+from forkpoint.ops.attention import operator, table
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
@@ -333,20 +333,22 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
 def test_a_block_is_timed_where_the_next_begins(
     monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    """With a clock that only attention moves, by 10 ms forward and 20 ms for each launch
-    backward."""
+    """With a clock that only attention moves: by 10 ms forward, by 20 ms for each launch backward,
+    and by 50 ms for a table, which the first block makes."""
     now = [0.0]
 
     def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             now[0] += seconds
-            return function(*args)
+            return function(*args, **kwargs)
 
         return run
 
     monkeypatch.setattr(microbatches, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(operator, "merge", slow(operator.merge, 0.01))
     monkeypatch.setattr(operator, "_launch_backward", slow(operator._launch_backward, 0.02))
+    made = slow(table.AttentionTable.__init__, 0.05)
+    monkeypatch.setattr(table.AttentionTable, "__init__", made)
     model = random_model(MODEL | {"num_hidden_layers": 3}, torch.float32, 0).train()
     host = host_of(model, compile_blocks=compiled)
     rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
