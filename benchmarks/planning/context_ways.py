@@ -6,12 +6,12 @@ and computation do not overlap, and latencies are left out. Prefix caches and ac
 `memory_gib` on each rank.
 
 - by heads: `hosts.torch_dist.context_parallel`.
-- gathered: each rank has some tokens of all heads, and gathers the keys and values of a
-  microbatch's whole path before its attention, in the backward again; gradients of these go back in
-  float32. The planner's microbatches of "by heads".
 - leaves dealt out: the prompt by heads; its prefix cache is gathered once, each rank runs its share
   of the responses whole, and gradients of the cache go back once, in float32 (`plan.dealing`). All
   leaves, also where the planner would run them by heads.
+- gathered by layer: the same, but each microbatch of responses gathers the keys and values of a
+  layer before its attention, in the backward again, and sends their gradients back (schedule-level
+  reuse, section 4.4).
 
 A note marks the fastest that fits, and the one that the planner chooses.
 """
@@ -33,17 +33,16 @@ from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.dealing import deal
 from forkpoint.plan.entries import segment_entries
-from forkpoint.plan.predict import peak_bytes, plan_cost
+from forkpoint.plan.host_cache import layer_cache_bytes
+from forkpoint.plan.predict import cache_bytes, peak_bytes, plan_cost
 from forkpoint.plan.pricing.calibration import Calibration, Link
 from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.plan.program import BACKWARD, Program
+from forkpoint.plan.program import BACKWARD
 from forkpoint.rollouts.batch import Rollout
 from forkpoint.units import GIB
 
 NAME = "context-ways"
 RESPONSE_TOKENS = 2048
-WIDE = 4
-"""Bytes of a number of the gradients of keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,8 @@ def rows_of(case: str, step: "Step") -> Iterator[ResultRow]:
     """Rows of each way, the fastest that fits the memory marked."""
     ways = {
         "by heads": step.by_heads,
-        "gathered": step.gathered,
         "leaves dealt out": step.dealt,
+        "gathered by layer": step.gathered,
     }
     room = step.options.memory_gib * GIB
     fitting = {name: way.ms for name, way in ways.items() if way.peak_bytes <= room}
@@ -162,24 +161,30 @@ class Step:
         return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter))
 
     @cached_property
-    def gathered(self) -> Way:
-        sent = self._parts(gathered_bytes(self._plan, self.whole))
-        ms = self.by_heads.ms + (sent - self.by_heads.sent_bytes) / self.bytes_per_ms
-        return Way(ms, sent, self.by_heads.peak_bytes)
+    def dealt(self) -> Way:
+        plan, meter = self._dealt, meter_of(self._dealt, self.calibration)
+        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter))
 
     @cached_property
-    def dealt(self) -> Way:
-        # The prompt in microbatches of its own.
-        plan = self._make(self._by_heads, sharing="tree", boundary="across")
-        plan = deal(plan, segment_entries(plan.forest, self._batch))
-        meter = meter_of(plan, self.calibration)
-        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter))
+    def gathered(self) -> Way:
+        """That by leaves dealt out, with a gathered prefix cache of one layer."""
+        sent = layer_gathered_bytes(self._dealt)
+        ms = self.dealt.ms + (sent - self.dealt.sent_bytes) / self.bytes_per_ms
+        gathered = cache_bytes(self._dealt) * self.ranks // (self.ranks + 1)
+        layer = self.ranks * layer_cache_bytes(self._dealt.cache_tokens, self.split)
+        return Way(ms, sent, self.dealt.peak_bytes - gathered + layer)
 
     @cached_property
     def chosen(self) -> str:
         """The way that the planner takes."""
         plan = self._make(Capabilities())
         return "leaves dealt out" if any(m.parts for m in plan.microbatches) else "by heads"
+
+    @cached_property
+    def _dealt(self) -> Plan:
+        # The prompt in microbatches of its own.
+        plan = self._make(self._by_heads, sharing="tree", boundary="across")
+        return deal(plan, segment_entries(plan.forest, self._batch))
 
     @cached_property
     def _plan(self) -> Plan:
@@ -208,33 +213,20 @@ class Step:
             found.append(Rollout(np.concatenate([prompt, own]), mask, 1.0, group_id="one"))
         return RolloutBatch(found)
 
-    def _parts(self, nbytes: int) -> int:
-        """Bytes that each rank sends where all have equal parts and get the others."""
-        return nbytes * (self.ranks - 1) // self.ranks
 
-
-def gathered_bytes(plan: Plan, shape: ModelShape) -> int:
-    """Bytes of the keys and values that the step's forwards and backwards gather, and of the
-    gradients that go back: of each microbatch those of all tokens that it attends to."""
-    ways = _gathers(plan.program)
-    total = 0
-    for microbatch in plan.microbatches:
-        segments = {s for each in microbatch.segments for s in plan.forest.path(each)}
-        tokens = int(plan.forest.length[sorted(segments)].sum())
-        forwards, backwards = ways[microbatch.index]
-        elements = tokens * shape.boundary_elements * shape.attention_layers
-        again = 1 + (microbatch.checkpointing == "full")
-        total += elements * shape.dtype_bytes * (forwards + again * backwards)
-        total += elements * WIDE * backwards
-    return total
-
-
-def _gathers(program: Program) -> dict[int, tuple[int, int]]:
-    """By microbatch, its forwards and its backwards."""
-    found: dict[int, tuple[int, int]] = {}
-    for instruction in program.instructions:
-        if not instruction.idle:
-            forwards, backwards = found.get(instruction.microbatch, (0, 0))
-            backward = instruction.operation == BACKWARD
-            found[instruction.microbatch] = (forwards + (not backward), backwards + backward)
-    return found
+def layer_gathered_bytes(plan: Plan) -> int:
+    """Bytes that each rank sends in a step that gathers prefix caches by layer, without weights:
+    `Plan.sent_bytes`, with the gathers of each microbatch of responses in place of one gather."""
+    shape, nbytes = plan.shape, plan.sent_bytes
+    assert shape is not None
+    for instruction in plan.program.instructions:
+        microbatch = plan.microbatches[instruction.microbatch]
+        backward = instruction.operation == BACKWARD
+        if microbatch.gathered:
+            nbytes -= shape.gathered_bytes(plan.captured_tokens(microbatch), backward=backward)
+        if microbatch.parts:
+            read = plan.read_tokens(microbatch)
+            gathers = 2 if backward and microbatch.checkpointing == "full" else 1
+            nbytes += gathers * shape.gathered_bytes(read, backward=False)
+            nbytes += shape.gathered_bytes(read, backward=True) if backward else 0
+    return nbytes

@@ -1,10 +1,8 @@
 """Steps of prompts that are long for one GPU, on ranks of context parallelism.
 
 One prompt with 8 responses of 2,048 tokens, random tokens and weights. Ranks hold the weights by
-fully_shard and run parts of each microbatch. Both ways are timed: all of it by heads, and responses
-dealt out whole. The third way gathers the keys and values of the whole path for every microbatch
-(schedule-level reuse, section 4.4). Its collectives alone are timed, and its step is
-estimated: that by heads, with those collectives instead of the exchanges around attention.
+fully_shard and run parts of each microbatch. Three ways are timed: all of it by heads, responses
+dealt out whole, and these with prefix caches that are gathered by layer (`layer_gather`).
 
 Beside these stand the same step on one GPU where it fits, and dense training under the same
 parallelism, a rollout a microbatch, extrapolated from two samples. Before anything is timed,
@@ -12,8 +10,8 @@ gradients of a few layers in float32 are compared with those of one rank.
 """
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 from unittest.mock import patch
@@ -25,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import forkpoint
-from benchmarks.planning.context_ways import gathered_bytes
-from benchmarks.ranks.collectives import Collectives
+from benchmarks.planning.context_ways import layer_gathered_bytes
+from benchmarks.ranks.layer_gather import by_layer
 from benchmarks.ranks.team import (
     OnRanks,
     RankSteps,
@@ -61,8 +59,8 @@ MOST_ERROR = 1e-4
 """Of a parameter's gradient in float32, by its norm."""
 ACROSS: dict[str, Any] = dict(GROUP)
 Shape = Literal["qwen3-8b", "llama3-8b"]
-Way = Literal["by heads", "leaves dealt out"]
-WAYS: tuple[Way, ...] = ("by heads", "leaves dealt out")
+Way = Literal["by heads", "leaves dealt out", "gathered by layer"]
+WAYS: tuple[Way, ...] = ("by heads", "leaves dealt out", "gathered by layer")
 
 
 class _Longest(NamedTuple):
@@ -236,7 +234,7 @@ class _Measuring:
         for way in WAYS:
             with _forced(way):
                 timed = steps.time(batch, repeats=self.options.repeats, planned=False, **ACROSS)
-            if any(m.parts for m in timed.plan.microbatches) == (way == "leaves dealt out"):
+            if any(m.parts for m in timed.plan.microbatches) == (way != "by heads"):
                 ran[way] = timed
         chosen = "leaves dealt out" if self._deals(steps, batch) else "by heads"
         for way, timed in ran.items():
@@ -245,35 +243,21 @@ class _Measuring:
             yield figure("shared step", timed.typical_ms, "ms", note=note)
             if timed.peak_bytes is not None:
                 yield figure("shared peak", timed.peak_bytes, "bytes")
-            yield figure("sent by each rank", timed.plan.sent_bytes, "bytes")
+            sent = timed.plan.sent_bytes
+            if way == "gathered by layer":
+                sent = layer_gathered_bytes(timed.plan)
+            yield figure("sent by each rank", sent, "bytes")
             if alone is not None:
                 bar = ONE_RANK_BAR if self.team.cuda and self.team.size == 2 else None
                 ratio, baseline = timed.typical_ms / alone[0], "one rank"
                 yield figure("shared step over one rank's", ratio, "1", bar=bar, baseline=baseline)
-        yield from self._gathered(prompt, ran["by heads"])
-        return min(ran.values(), key=lambda timed: timed.typical_ms)
+        of_forkpoint = [timed for way, timed in ran.items() if way != "gathered by layer"]
+        return min(of_forkpoint, key=lambda timed: timed.typical_ms)
 
     def _deals(self, steps: RankSteps, batch: RolloutBatch) -> bool:
         """Whether the planner takes leaves dealt out. On the first rank's budget."""
         plan = steps.policy.plan(batch)
         return self.team.exchange(any(m.parts for m in plan.microbatches))[0]
-
-    def _gathered(self, prompt: int, by_heads: RankTimed) -> Iterator[ResultRow]:
-        """Collectives of the way that gathers every path, beside the exchanges by heads."""
-        plan = by_heads.plan
-        assert plan.shape is not None
-        collectives = Collectives(self.team, self.mesh.get_group(), self.dtype)
-        exchanges, gathers = collectives.by_heads_ms(plan), collectives.gathered_ms(plan)
-        whole = replace(plan.shape, context=1)
-        parts = self.team.size - 1
-        figure = partial(self._row, f"P{prompt}, gathered for every microbatch")
-        sent = gathered_bytes(plan, whole) * parts // self.team.size
-        yield figure("sent by each rank", sent, "bytes")
-        yield figure("collectives alone", gathers, "ms")
-        estimate = by_heads.typical_ms - exchanges + gathers
-        note = "that by heads, with these collectives instead of its exchanges"
-        yield figure("estimated step", estimate, "ms", note=note)
-        yield self._row(f"P{prompt}, by heads", "collectives alone", exchanges, "ms")
 
     def _dense(self, steps: RankSteps, prompt: int, shared: RankTimed) -> Iterator[ResultRow]:
         batch = self._batch(prompt, steps.policy.host.shape.vocab)
@@ -411,9 +395,12 @@ def _outline(plan: Plan) -> str:
     return f"{len(plan.microbatches)} microbatches: {kept}"
 
 
-def _forced(way: Way) -> AbstractContextManager[object]:
+@contextmanager
+def _forced(way: Way) -> Iterator[None]:
     """Within it the planner takes this way wherever it can."""
-    return patch.object(builder, "NOISE", float("inf") if way == "by heads" else -float("inf"))
+    noise = float("inf") if way == "by heads" else -float("inf")
+    with patch.object(builder, "NOISE", noise), by_layer(way == "gathered by layer"):
+        yield
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

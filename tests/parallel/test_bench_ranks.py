@@ -62,22 +62,19 @@ def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
     found = {(row["case"].split("eager, ")[-1], row["metric"]): row for row in rows}
     assert len(found) == len(rows)
     steps = []
-    for way in ("by heads", "leaves dealt out"):
+    sent = []
+    for way in ("by heads", "leaves dealt out", "gathered by layer"):
         check = found[f"2 layers, float32, {way}", "error of gradients beside one rank's"]
         assert 0 < check["value"] <= check["bar"]
         steps.append(found[f"P8192, {way}", "shared step"]["value"])
+        sent.append(found[f"P8192, {way}", "sent by each rank"]["value"])
         ratio = found[f"P8192, {way}", "shared step over one rank's"]["value"]
         assert ratio == pytest.approx(steps[-1] / found["P8192, one rank", "shared step"]["value"])
     speed_up = found["P8192", "speed-up"]
     dense = found["P8192", "dense step"]["value"]
-    assert speed_up["value"] == pytest.approx(dense / min(steps))
+    assert speed_up["value"] == pytest.approx(dense / min(steps[:2]))
     assert 1 < speed_up["bound"] < 5
-    gathered, heads = "P8192, gathered for every microbatch", "P8192, by heads"
-    assert found[heads, "sent by each rank"]["value"] > 0
-    assert found[gathered, "sent by each rank"]["value"] > 0
-    difference = found[gathered, "estimated step"]["value"] - steps[0]
-    times = [found[case, "collectives alone"]["value"] for case in (gathered, heads)]
-    assert difference == pytest.approx(times[0] - times[1])
+    assert 0 < sent[1] < sent[2]
 
 
 @pytest.mark.parametrize("name", ["ranks", "context", "pipeline"])

@@ -4,25 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planning.context_ways import ContextWays, Step, gathered_bytes
+from benchmarks.planning.context_ways import ContextWays, Step, layer_gathered_bytes
 from benchmarks.runner import Deadline
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.dealing import deal
+from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.pricing.calibration import Calibration
 
 OPTIONS = ContextWays(prompts=(4096,), ranks=(2,), responses=(6,), gb_per_s=(50.0,))
 
 
-def test_gathered_bytes_of_a_prompt_and_two_responses() -> None:
-    shape = ModelShape.from_config(MODELS["llama3-8b"])
+def test_bytes_of_a_prompt_that_two_microbatches_gather() -> None:
+    shape = replace(ModelShape.from_config(MODELS["llama3-8b"]), context=2)
     prompt, mask = list(range(11)), [0] * 11 + [1] * 4
-    batch = RolloutBatch([Rollout([*prompt, n, 1, 2, 3], mask, 1.0) for n in (20, 21)])
-    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
-    plan = make_plan(batch, shape, config)
-    # 10 tokens of the prompt, which the microbatch of 4 tokens of each response reads again.
-    assert [microbatch.tokens for microbatch in plan.microbatches] == [10, 8]
-    elements = (10 + 18) * 32 * 8 * (128 + 128)
-    assert gathered_bytes(plan, shape) == elements * (2 + 2 + 4)
+    batch = RolloutBatch([Rollout([*prompt, n, 1, 2, 3], mask, 1.0) for n in range(20, 24)])
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=10)
+    plan = make_plan(batch, shape, config, capabilities=Capabilities(deals_segments=False))
+    plan = deal(plan, segment_entries(plan.forest, batch))
+    # 10 tokens of the prompt, and 4 tokens of each response.
+    assert [len(microbatch.parts) for microbatch in plan.microbatches] == [0, 2, 2]
+    elements = 10 * 32 * 8 * (128 + 128) // 2
+    once, again = elements * (2 + 4), 2 * elements * (2 + 2 + 4)
+    assert layer_gathered_bytes(plan) - plan.sent_bytes == again - once
 
 
 @pytest.mark.slow
@@ -36,6 +41,9 @@ def test_ways_of_one_step() -> None:
     # Of the prompt's keys and values each rank has half: 16 bits there, 32 bits back.
     cache = 4096 * 32 * 8 * (128 + 128) * (2 + 4) // 2
     assert cache < step.dealt.sent_bytes < cache + step.by_heads.sent_bytes
+    assert step.dealt.sent_bytes < step.gathered.sent_bytes
+    # The gathered cache has all heads.
+    assert step.dealt.peak_bytes - step.gathered.peak_bytes == 2 * cache * 31 // 32
     rows = list(OPTIONS.measure(Deadline(None)))
     notes = [row.note or "" for row in rows]
     assert len(rows) == 9 and sum("fastest that fits" in note for note in notes) == 1
