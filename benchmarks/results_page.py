@@ -322,10 +322,15 @@ def context() -> str:
             sent = found[f"{case}, {way}", "sent by each rank"]["value"] / 2**30
             seconds = [f"{each['value'] / 1e3:.2f}" for each in (dense, one, row)]
             part = f"{row['value'] / one['value']:.2f}"
+            peaks = [
+                f"{found[f'{case}, {which}', 'shared peak']['value'] / 2**30:.0f}"
+                for which in ("one rank", way)
+            ]
             sizes = [f"{layers}", f"{prompt:,}"]
-            lines.append([*sizes, words, *seconds, part, f"{sent:.1f}", source(row)])
+            lines.append([*sizes, words, *seconds, part, *peaks, f"{sent:.1f}", source(row)])
     seconds = ("no sharing, s", "one GPU, s", "two GPUs, s", "two over one")
-    header = ("layers", "prompt", "split", *seconds, "sent by a GPU, GiB", "measured on")
+    sizes = ("peak of one, GiB", "peak of two, GiB", "sent by a GPU, GiB")
+    header = ("layers", "prompt", "split", *seconds, *sizes, "measured on")
     return markdown(header, lines)
 
 
