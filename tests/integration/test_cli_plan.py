@@ -368,6 +368,16 @@ def test_options_without_an_effect_are_named(shell: Shell, rollouts: Path, confi
     assert "no effect" not in shell(*across, *logits, "--memory-budget", "1GiB").out
 
 
+def test_a_plan_that_runs_nothing_is_said(shell: Shell, tmp_path: Path, config: Path) -> None:
+    alike = [changed(rollout, advantage=0.0) for rollout in made_up_rollouts(groups=1)]
+    file = write_rollouts(tmp_path / "alike.jsonl", alike)
+    for sharing in ("auto", "group"):
+        options = ("--sharing", sharing, "--boundary", "across")
+        done = shell("plan", file, "--model", config, *options)
+        assert done.code == 0 and done.result["computed_tokens"] == 0
+        assert "nothing: 0 tokens" in done.out
+
+
 def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path, config: Path) -> None:
     """A time of day at the top of each prompt of a group keeps the rest from being shared."""
     rest = list(range(50))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_every_loss_has_a_name() -> None:
         (None, losses.GRPO()),
         ("grpo,clip=0.1,clip_high=0.3,kl=2e-1", losses.GRPO(clip=0.1, clip_high=0.3, kl=0.2)),
         ("gspo,level=token", losses.GSPO(level="token")),
+        ("grpo,clip=inf", losses.GRPO(clip=inf)),
         ("dpo,length_normalized=True", losses.DPO(length_normalized=True)),
         ("dr_grpo,max_tokens=9", losses.DrGRPO(max_tokens=9)),
     ],

@@ -1,6 +1,7 @@
 """Losses in the syntax of the command line: NAME, or NAME,option=value,... Imports no torch."""
 
 import ast
+import math
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,7 +103,7 @@ def _check_options(kind: type[Any], options: dict[str, Any], what: str) -> None:
 
 
 def _options(words: list[str], field: str) -> dict[str, Any]:
-    """Parse options of the form OPTION=VALUE. Values are Python literals, or else text."""
+    """Parse options of the form OPTION=VALUE. Values are Python literals, inf, or else text."""
     options: dict[str, Any] = {}
     for word in words:
         option, equals, value = word.partition("=")
@@ -114,5 +115,5 @@ def _options(words: list[str], field: str) -> dict[str, Any]:
         try:
             options[option] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            options[option] = value
+            options[option] = math.inf if value == "inf" else value
     return options

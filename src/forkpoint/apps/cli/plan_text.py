@@ -50,7 +50,7 @@ def counted(number: int, what: str) -> str:
 def _shares(totals: Totals) -> str:
     kinds = {kind.partition(" ")[0] for kind in totals.kinds} - {"none"}
     run, given = totals.computed_tokens, totals.logical_tokens - totals.left_out.tokens
-    if not kinds:
+    if not kinds or not given:
         return f"nothing: {given:,} tokens"
     where = " or ".join(text for kind, text in _WHERE.items() if kind in kinds)
     return f"{where}: {run:,} of {given:,} tokens run ({run / given:.0%})"
