@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ LAYERS = (
 FACADE = forkpoint.__all__
 CORE = LAYERS[: LAYERS.index("hosts")]
 EXCEPTIONS = {("parallel", "hosts")}
-WITHOUT_TORCH = ("__init__.py", "errors.py", "units.py", "config.py", "rollouts", "tree", "plan")
+PLANNING = ("__init__", "errors", "units", "config", "rollouts", "tree", "plan")
 """Files and folders that import no torch."""
-WITH_TORCH = ("rollouts/formats",)
+WITH_TORCH = ("rollouts.formats",)
 """Folders within them that do."""
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
@@ -92,11 +93,16 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def is_within(name: str, modules: Collection[str]) -> bool:
+    """Whether a name is one of these modules or packages, or in one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
 def not_allowed(path: Path, allowed: set[str]) -> set[str]:
     """Modules of forkpoint that a file imports beyond those allowed."""
-    named = {name for name in imports(path) if name.partition(".")[0] == "forkpoint"}
+    named = {name for name in imports(path) if is_within(name, {"forkpoint"})}
     inside = {name.removeprefix("forkpoint.") for name in named}
-    return {n for n in inside if not any(n == a or n.startswith(f"{a}.") for a in allowed)}
+    return {n for n in inside if not is_within(n, allowed)}
 
 
 def of_parts(parts: Collection[str]) -> list[Path]:
@@ -126,49 +132,30 @@ def test_imports_point_one_way() -> None:
     assert not offences(found), offences(found)
 
 
-def test_packages_and_modules_are_few() -> None:
-    below = [path for path in SOURCE.iterdir() if path.name != "__pycache__"]
-    assert len([path for path in below if path.is_dir()]) <= 12
-    assert len([path for path in below if path.suffix == ".py"]) <= 10
-
-
-def packages_of(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imports(path)}
-
-
-def test_the_core_knows_no_library_of_models() -> None:
-    found = offences((path, packages_of(path) & LIBRARIES_OF_HOSTS) for path in of_parts(CORE))
-    assert not found, found
-
-
 def is_below(path: Path, places: Collection[str]) -> bool:
-    found = path.relative_to(SOURCE).as_posix()
-    return any(found == place or found.startswith(f"{place}/") for place in places)
+    return is_within(path.relative_to(SOURCE).as_posix().replace("/", "."), places)
 
 
-CHOICE = ("hosts/transformers", "hosts/titan", "hosts/libraries.py")
-HOSTS = ("forkpoint.hosts.transformers", "forkpoint.hosts.titan")
+CHOICE = ("hosts.transformers", "hosts.titan", "hosts.libraries")
+"""One file chooses a library of models; hosts, steps and verify run those of any."""
+RUNNING = of_parts(("hosts", "step", "verify", "policy", "wrapping"))
+WITHOUT_LIBRARIES = [path for path in RUNNING if not is_below(path, CHOICE)]
+WITHOUT_TORCH = [p for p in MODULES if is_below(p, PLANNING) and not is_below(p, WITH_TORCH)]
 
 
-def test_one_file_chooses_a_library_of_models() -> None:
-    """Hosts, steps and verify run the models of any library."""
-    parts = of_parts(("hosts", "step", "verify", "policy", "wrapping"))
-    held = [p for p in parts if not is_below(p, CHOICE)]
-    own = {p: {n for n in imports(p) if n.startswith(HOSTS)} for p in held}
-    found = offences((p, own[p] | (packages_of(p) & LIBRARIES_OF_HOSTS)) for p in held)
-    assert not found, found
-
-
-def test_plans_need_no_torch() -> None:
-    held = [p for p in MODULES if is_below(p, WITHOUT_TORCH) and not is_below(p, WITH_TORCH)]
-    assert len(held) > 20
-    found = offences((path, packages_of(path) & TORCH_AND_HOSTS) for path in held)
-    assert not found, found
-
-
-def test_the_package_knows_no_benchmark() -> None:
-    """They are not in the wheel."""
-    found = offences((path, packages_of(path) & {BENCHMARKS.name}) for path in MODULES)
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (of_parts(CORE), LIBRARIES_OF_HOSTS),
+        (WITHOUT_LIBRARIES, {*LIBRARIES_OF_HOSTS, *(f"forkpoint.{place}" for place in CHOICE[:2])}),
+        (WITHOUT_TORCH, TORCH_AND_HOSTS),
+        (MODULES, {BENCHMARKS.name}),  # not in the wheel
+    ],
+    ids=["core", "one file chooses a library", "plans need no torch", "no benchmarks"],
+)
+def test_files_do_not_import(paths: list[Path], names: set[str]) -> None:
+    assert len(paths) > 20
+    found = offences((p, {n for n in imports(p) if is_within(n, names)}) for p in paths)
     assert not found, found
 
 
@@ -191,80 +178,24 @@ def imported_modules() -> dict[str, set[str]]:
     return graph
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Sets of modules of which each imports, by way of the others, every other."""
-    reached: dict[str, set[str]] = {}
-    for module in graph:
-        seen, todo = set(), [module]
-        while todo:
-            for other in graph[todo.pop()] - seen:
-                seen.add(other)
-                todo.append(other)
-        reached[module] = seen
-    return {
-        frozenset(other for other in reached[module] if module in reached[other])
-        for module in graph
-        if module in reached[module]
-    }
-
-
 def test_modules_import_in_no_circle() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {frozenset("abc")}
-    found = circles(imported_modules())
-    assert not found, [sorted(circle) for circle in found]
+    TopologicalSorter(imported_modules()).prepare()  # raises an error that names the circle
 
 
-def set_forwards(path: Path) -> Iterator[str]:
-    """Where a file assigns or sets a `forward`."""
-    for node in nodes(path):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        assigned = any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in targets)
-        is_set = (
-            isinstance(node, ast.Call)
-            and (
-                (isinstance(node.func, ast.Attribute) and node.func.attr == "set")
-                or (isinstance(node.func, ast.Name) and node.func.id == "setattr")
-            )
-            and any(isinstance(a, ast.Constant) and a.value == "forward" for a in node.args)
-        )
-        if assigned or is_set:
-            yield f"{relative(path)}, line {getattr(node, 'lineno', 0)}"
+SETS_FORWARD = re.compile(r"""\.forward = |\b(?:set|setattr)\(.*["']forward["']""")
 
 
 def test_forwards_are_replaced_in_one_place() -> None:
     """By `Changes.replace_forward`, which records how to put the module's own back."""
-    place = SOURCE / "engine" / "changes.py"
-    assert list(set_forwards(place)), "what is looked for is there"
-    found = [where for path in MODULES if path != place for where in set_forwards(path)]
-    assert not found, "\n".join(found)
-
-
-WRITTEN = [
-    path
-    for folder in ("src", "tests", "benchmarks", "scripts")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
-
-
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines and texts of docstrings, those below attributes and constants too."""
-    for node in nodes(path):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text
+    found = [path for path in MODULES if SETS_FORWARD.search(text_of(path))]
+    assert found == [SOURCE / "engine" / "changes.py"], found
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
-    # Most files have no text that begins so, and need not be parsed.
-    suspected = [p for p in WRITTEN if re.search(r"""["']What\b""", text_of(p))]
-    assert Path(__file__) in suspected, "this file has an example"
-    found = [
-        f"{relative(path)}, line {line}: {text[:60]}"
-        for path in suspected
-        for line, text in docstrings(path)
-        if re.match(r"What\b", text)
-    ]
-    assert not found, "these begin with What:\n" + "\n".join(found)
+    folders = [ROOT / folder for folder in ("src", "tests", "benchmarks", "scripts")]
+    written = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    found = [relative(path) for path in written if re.search(r'"{3}What\b', text_of(path))]
+    assert not found, f"docstrings of these begin with What: {found}"
 
 
 PLAN = """
