@@ -142,7 +142,9 @@ def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch) -> None:
         batch, config=Config(sharing="tree", boundary="within", max_microbatch_tokens=10**6)
     )
     for microbatch in plan.microbatches:
-        table = StateTable(state_layout(plan.forest, microbatch, plan.state_of))
+        layout = state_layout(plan.forest, microbatch, plan.state_of)
+        table = StateTable(layout)
+        assert not layout.levels[-1].final, "nothing reads the last states"
         windows = ConvolutionTable(convolution_layout(plan.forest, microbatch, plan.state_of, 4))
         case = Inputs([microbatch.tokens], states=False)
         leaves = [x.detach().requires_grad_() for x in case.make() if x is not None]

@@ -7,7 +7,6 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Rollout, RolloutBatch, load_rollouts, losses, save_rollouts
+from forkpoint import Rollout, RolloutBatch, losses
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.formats.record import group_of
 
@@ -246,22 +245,6 @@ def test_equals_rollouts_made_one_by_one(check: Callable[[Drawn], None], seed: i
 # Groups, gaps and devices -----------------------------------------------------------------------
 
 
-def test_groups_are_those_of_given_prompts(tmp_path: Path) -> None:
-    """Completions that begin with a tool's tokens, one prompt, two others that are prefixes."""
-    batch = RolloutBatch.from_completions(
-        prompt_ids=[[5, 6], [5, 6], [0, 5], [5, 6]],
-        prompt_mask=[[1, 1], [1, 1], [0, 1], [1, 1]],
-        completion_ids=[[1, 2], [1, 3], [6, 1], [4, 5]],
-        completion_mask=[[1, 1]] * 4,
-        loss_mask=[[0, 1], [1, 1], [0, 1], [0, 0]],
-        advantages=1.0,
-    )
-    assert batch.group_index.tolist() == [0, 0, 1, 0]
-    save_rollouts(tmp_path / "one.jsonl", batch)
-    for again in (list(batch), load_rollouts(tmp_path / "one.jsonl"), batch.select([2, 1, 0])):
-        assert len(RolloutBatch(again).groups()) == 2
-
-
 def test_nested_tensors_with_gaps() -> None:
     """A narrowed nested tensor has lengths of its own, and values that belong to nobody."""
     values = torch.arange(1, 11).reshape(2, 5)
@@ -429,14 +412,12 @@ def at(values: Any, n: int, column: int, value: Any) -> Any:
 IDS, ATTENTION, MASK = (some()[name] for name in ("input_ids", "attention_mask", "loss_mask"))
 LOGPROBS, ROWS = -torch.ones(3, 6), torch.tensor([[1], [0], [1]])
 PADDED = [
-    ({"input_ids": at(IDS, 1, 4, 2**31)}, "Rollout '1': token_ids[1] is 2147483648"),
     ({"input_ids": IDS.float()}, "input_ids[0][0] is 5.0 (float32)"),
     ({"input_ids": [[1, 2], [3]]}, "input_ids has 2 entries in row 0 and 1 in row 1"),
     ({"input_ids": np.zeros((0, 5), int)}, "There are no rollouts"),
     ({"attention_mask": ATTENTION[:2]}, "attention_mask has 2 rows"),
     ({"attention_mask": at(ATTENTION, 1, 5, 0.5)}, "attention_mask[1][5] is 0.5"),
     ({"attention_mask": ATTENTION * ROWS, "loss_mask": MASK * ROWS}, "Rollout '1': token_ids is"),
-    ({"loss_mask": at(MASK, 0, 0, 1)}, "Rollout '0': loss_mask[0] is 1"),
     ({"loss_mask": at(MASK, 0, 5, 1)}, "loss_mask[0, 5] is 1, where there is padding"),
     ({"advantages": torch.ones(2)}, "advantages is [1.0, 1.0]"),
     ({"advantages": [1.0, math.nan, 1.0]}, "Rollout '1': advantage is nan"),
@@ -446,7 +427,6 @@ PADDED = [
     ({"rollout_ids": [1, "1", 2]}, "rollout_id '1' is given twice, at positions 0 and 1"),
 ]
 COMPLETIONS = [
-    ({"prompt_mask": [[0, 0], [1, 1]]}, "Rollout '0': loss_mask[0] is 1"),
     ({"loss_mask": [[1, 1, 0]] * 2, "tool_mask": [[1, 1, 1]] * 2}, "both loss_mask and tool_mask"),
     ({"advantages": [[1.0] * 5] * 2}, "advantages has 5 entries in row 0, but completion_ids"),
 ]

@@ -1,7 +1,6 @@
 """Plans priced by made-up calibrations: what is chosen is what the numbers say. Needs no torch."""
 
 import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -289,39 +288,21 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
 # Files --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "has schema None"),
-        ('{"schema": 2}', "has schema 2"),
-        ('{"schema": 1}', "Run forkpoint calibrate again"),
-    ],
-)
-def test_files_of_other_kinds_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
-        Calibration.load(path)
-
-
-def test_devices_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"is a pipe or a device\. Give a file that forkpoint cal"
-    ):
-        Calibration.load(Path(os.devnull))
+    for text, schema in (("[]", "None"), ('{"schema": 2}', "2"), ('{"schema": true}', "True")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"has schema {schema}"):
+            Calibration.load(path)
 
 
 DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a list for a curve": (lambda v: v.update(block=[1, 2]), "block"),
     "figures missing": (lambda v: v["head"].update(forward=[1.0]), "takes one length"),
     "sizes that descend": (lambda v: v["block"].update(at=[9, 1]), "do not ascend"),
-    "NaN": (lambda v: v["block"].update(forward=[math.nan, 1.0]), "NaN"),
-    "negative times": (lambda v: v["block"].update(forward=[-5.0, 1.0]), "forward"),
     "a rate of 0": (lambda v: v["causal"].update(forward=[0.0, 0.0]), "causal is 0"),
     "a policy missing": (lambda v: v["kept_bytes"].pop("selective"), "kept_bytes has"),
-    "another shape": (lambda v: v["shape"].update(depth=1), "depth"),
     "layers without end": (lambda v: v["shape"].update(layers=10**15, windows=[]), "layers"),
-    "a device that is none": (lambda v: v.update(device=3), "device"),
 }
 
 

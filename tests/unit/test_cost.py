@@ -211,28 +211,30 @@ def test_experts_without_a_dense_width() -> None:
         ModelShape.from_config({**config, "moe_intermediate_size": None})
 
 
+GRANITE_MICRO = {
+    "num_hidden_layers": 40,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "shared_intermediate_size": 8192,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 100_352,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+}
+
+
 def test_the_counts_of_mamba_2() -> None:
     """Granite-4.0-H-Micro: 36 of 40 layers carry a state of 64 heads x 64 x 128; 3.2e9 weights."""
-    config = {
-        "num_hidden_layers": 40,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "shared_intermediate_size": 8192,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 100_352,
-        "mamba_n_heads": 64,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
-    }
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_config(GRANITE_MICRO)
     assert (shape.recurrent_layers, shape.windows) == (36, (0,) * 4)
-    assert ModelShape.from_config({**config, "intermediate_size": 1}).intermediate == 8192
+    assert ModelShape.from_config({**GRANITE_MICRO, "intermediate_size": 1}).intermediate == 8192
     assert shape.state_elements == 64 * 64 * 128
     assert shape.tail_elements == 3 * (64 * 64 + 2 * 128)
     weights = shape.linear_parameters - 36 * 2 * shape.state_elements + 2048 * 100_352

@@ -21,7 +21,6 @@ from forkpoint.tree import (
     Table,
     VisibleKeys,
     full_table,
-    state_layout,
     windowed_table,
 )
 from forkpoint.tree.launches import Runs
@@ -149,22 +148,6 @@ def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
     table = full_table(forest, microbatch, {0: 0})
     path = [*((FROM_CACHE, i) for i in range(3)), (FROM_OWN, 3), (FROM_OWN, 4), (FROM_OWN, 6)]
     assert visible(table)[6] == Counter(path)
-
-
-def test_levels_of_states_in_one_microbatch() -> None:
-    # A prompt of 3 edges, a fork below it of 1 edge, and leaves of 2, 1 and 3.
-    lists = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8], [1, 2, 3, 4, 9, 9, 9]]
-    plan = plan_of(lists, sharing="tree", boundary="within")
-    assert plan.forest.length.tolist() == [3, 1, 2, 1, 3]
-    assert plan.cache_states == 0
-    layout = state_layout(plan.forest, plan.microbatches[0], plan.state_of)
-    assert [(v.begin.tolist(), v.length.tolist(), v.parent.tolist()) for v in layout.levels] == [
-        ([0], [3], [-1]),
-        ([3, 7], [1, 3], [0, 0]),
-        ([4, 6], [2, 1], [0, 0]),
-    ]
-    assert [level.final for level in layout.levels] == [True, True, False]
-    assert not any(len(level.kept) for level in layout.levels)
 
 
 def test_a_deep_tree_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Reading and writing rollout files: the round trip is exact, and every damage is named."""
 
-import gzip
 import json
 import re
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import given, settings
 from made_traces import rollout_lists
 
@@ -63,18 +61,6 @@ def test_round_trip_over_many_blocks(tmp_path, suffix):
     assert load_rollouts(str(path), limit=1000) == rollouts
 
 
-@pytest.mark.parametrize("compress", [lambda b: b, gzip.compress, zstandard.compress])
-def test_format_is_seen_from_the_content(tmp_path, compress):
-    path = tmp_path / "misnamed.txt"
-    path.write_bytes(compress(GOOD.encode()))
-    assert load_rollouts(path)[0].rollout_id == "a"
-
-
-def test_blank_lines_and_windows_line_ends(tmp_path):
-    path = write(tmp_path, "", GOOD + "\r", "  \r", GOOD.replace('"a"', "7"), "", "")
-    assert [rollout.rollout_id for rollout in load_rollouts(path)] == ["a", "7"]
-
-
 def test_unknown_keys_go_into_extras(tmp_path):
     path = write(
         tmp_path, GOOD[:-1] + ',"reward":1.5,"extras":{"turns":[2]}}', GOOD.replace('"a"', '"b"')
@@ -93,8 +79,6 @@ def test_unknown_keys_go_into_extras(tmp_path):
 LINES = [
     ("3", ["is 3", "one JSON object"]),
     ("[" * 200_000, ["nested too deep"]),
-    (GOOD.replace("0.5", "-1e999"), ["advantage is -inf", "finite"]),
-    (GOOD.replace("[1,2", "[1,NaN"), ["token_ids[1] is nan", "whole numbers"]),
 ]
 
 
@@ -106,18 +90,6 @@ def test_refusals_name_file_line_and_field(tmp_path, line, parts):
     assert len(str(caught.value)) < 500
     assert str(caught.value).count(str(path)) == 1
     assert len(load_rollouts(path, limit=1)) == 1  # what lies beyond the limit is not read
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\n  \r\n", gzip.compress(b""), zstandard.compress(b"")],
-    ids=["empty", "blank", "gzip", "zstd"],
-)
-def test_refuses_an_empty_file(tmp_path, content):
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(RolloutError, match=refusal(f"{path} holds no rollouts", "blank lines")):
-        load_rollouts(path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

@@ -63,10 +63,3 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
     only = Config(sharing="tree")
     totals.add(batches[1], make_plan(batches[1], shape, only))
     assert totals.predicted_speedup is None, "dense was not looked at for one of them"
-
-
-def test_one_token_rollouts_run_nothing() -> None:
-    totals = summed(RolloutBatch([Rollout([1], [0], 1.0), Rollout([1], [0], 1.0)]))
-    assert totals.work["none"].tokens == totals.work["tree"].tokens == 0
-    assert totals.unique_tokens == 1
-    assert totals.bound("tree") == 1.0
