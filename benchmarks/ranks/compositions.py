@@ -25,7 +25,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -54,6 +55,7 @@ from benchmarks.shapes import make_model
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts
 from forkpoint.apps.cli.options import Count
 from forkpoint.engine.changes import Changes
+from forkpoint.errors import ConfigError
 from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.policy import Policy
 from forkpoint.step.router_steps import router_work
@@ -133,6 +135,14 @@ class Compositions(Benchmark):
     library: Literal["transformers", "torchtitan"] = "transformers"
     data: Path = Path("../shared/data")
     seeds: Count = 24
+
+    def check(self) -> None:
+        splits = {each.name for each in fields(DistributedConfig)}
+        if self.library == "transformers" and "ep_size" not in splits:
+            raise ConfigError(
+                f"transformers {transformers.__version__} cannot split experts by "
+                "DistributedConfig(ep_size=...); install transformers 5.23."
+            )
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         for stages, family in product(self.stages, self.families):
