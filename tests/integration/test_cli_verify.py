@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Shell, changed, made_up_rollouts, write_rollouts
+from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
@@ -61,6 +61,13 @@ def test_verify_passes(
     assert "passed: 1 of 1 plans, sharing across microbatches" in done.out
     assert {"reference", "across"} <= {text.partition(" ")[0] for text in told}
     assert all(re.fullmatch(r"\w+ \(\d of \d\)", text) for text in told)
+
+
+def test_verify_of_experts_in_float64(shell: Shell, tmp_path: Path, rollouts: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = write_config(tmp_path / "experts.json", model_type="qwen3_moe", **experts)
+    done = shell("verify", rollouts, "--model", model, "--dtype", "float64")
+    assert done.code == 0 and done.result["dtype"] == "float64"
 
 
 @pytest.mark.usefixtures("wrong_gradients")

@@ -48,8 +48,10 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
             # seed gives different weights there.
             with torch.device(device):
                 made = random_model(config, dtype, options.seed)
-            if device.type == "cpu":  # on other devices this might compile kernels
-                _run_once(made)
+        if dtype == torch.float64:  # the default's grouped products of experts have no float64
+            made.set_experts_implementation("eager")
+        if device.type == "cpu" and not model.is_dir():  # other devices might compile kernels
+            _run_once(made)
     except ForkpointError:
         raise
     except Exception as error:
