@@ -7,9 +7,10 @@ import pytest
 import torch
 from host_models import BARS, BATCH, CONFIGS, FAMILIES, LOSS, TREE_IN_ROW, lora, quiet_peft
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
+from router_losses import routed_model
 from steps import ACROSS, clear_gradients, small_model, step_error
 
-from forkpoint import wrap
+from forkpoint import UnsupportedError, wrap
 from lanes import slow_besides_every
 
 pytestmark = quiet_peft
@@ -58,6 +59,12 @@ def test_adapters_that_transformers_puts_in() -> None:
 def test_trainable_tokens_without_lora() -> None:
     config = TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[3, 5, 8])
     assert step_error(get_peft_model(small_model("qwen3"), config), BATCH, LOSS) < 1e-10
+
+
+def test_trained_copies_of_routers_are_refused() -> None:
+    model = lora(routed_model("qwen3_moe"), target_modules=["q_proj"], modules_to_save=["mlp"])
+    with pytest.raises(UnsupportedError, match=r"mlp\.original_module\.gate .*modules_to_save"):
+        wrap(model)
 
 
 def test_adapters_put_in_after_wrapping() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forkpoint.engine.host import FoundRouter
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.routers import GATE, ModelRouters, num_experts
 from forkpoint.hosts.transformers.multimodal import decoder_of
@@ -16,6 +17,8 @@ LOAD_BALANCING = "load_balancing_loss_func"
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 CHOICE = "route_tokens_to_experts"
 BIAS = "e_score_correction_bias"
+COPIED = "original_module"
+"""Name that peft's modules_to_save gives to a module of which it trains a copy."""
 
 
 class Routers(ModelRouters):
@@ -36,6 +39,16 @@ class Routers(ModelRouters):
         self.defines_loss: bool = defines_load_balancing(causal)
         if adds_load_balancing(causal):
             self.coefficient: float = float(causal.config.get_text_config().router_aux_loss_coef)
+
+    def check(self) -> None:
+        """Refuse routers of which peft trains copies."""
+        for router in self.found:
+            if COPIED in router.name.split("."):
+                raise UnsupportedError(
+                    f"the router {router.name} is in a module of which peft trains a copy "
+                    "(modules_to_save); a copy of a router has not been shown exact. Leave modules "
+                    "with routers out of modules_to_save."
+                )
 
     @property
     def experts(self) -> int:
