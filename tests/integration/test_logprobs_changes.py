@@ -13,6 +13,7 @@ from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_dis
 from forkpoint import UnsupportedError, wrap
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
+from versions import eager_experts
 from watched import watched
 
 BATCH = forked_batch()
@@ -40,7 +41,14 @@ def with_biases() -> Any:
     return model
 
 
+def with_experts() -> Any:
+    """Adapters of experts, whose forward writes to the frozen weights."""
+    model = eager_experts(routed_model("qwen3_moe"))
+    return lora(model, target_modules=[], target_parameters=["mlp.experts.down_proj"]).double()
+
+
 MODELS: dict[str, Callable[[], Any]] = {
+    "experts": with_experts,
     "qwen3": lambda: small_model("qwen3").train(),
     "adapters": with_adapters,
     "biases": with_biases,
@@ -160,6 +168,7 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "evaluation": ("qwen3", lambda m: m.eval()),
     "checkpointing": ("qwen3", checkpointed),
     "a stock forward": ("qwen3", stock_forward),
+    "a stock forward with adapters of experts": ("experts", stock_forward),
     "generation": ("qwen3", generated),
     "a hook that watches": ("qwen3", with_a_hook),
     "other calls": ("qwen3", stepped),

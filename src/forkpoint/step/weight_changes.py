@@ -48,19 +48,23 @@ class Weights:
     def changed(self) -> str | None:
         """Describe a change of some weight; None if no change was detected.
 
-        torch does not count in-place writes to `tensor.data`.
+        In-place writes to frozen parameters and to `tensor.data` are not detected.
         """
         if self._steps.count:
             return "an optimizer has taken a step"
-        for (name, x), place in zip(self._all, self._places, strict=True):
-            if _place(x) != place:
-                return f"{name} was written to or has other data"
         for (name, p), trained in zip(self.parameters, self._trained, strict=True):
             if p.requires_grad is not trained:
                 return f"{name} {'does not require' if trained else 'requires'} gradients now"
+        for (name, x), place in zip(self._all, self._places, strict=True):
+            if _place(x) != place:
+                return f"{name} was written to or has other data"
         return None
 
 
-def _place(tensor: Tensor) -> tuple[int, int, int]:
+def _place(tensor: Tensor) -> tuple[int, ...]:
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        # Each forward of peft's adapters of experts replaces the frozen weights and restores them,
+        # which torch counts.
+        return (own.data_ptr(),)
     return own.data_ptr(), own._version, tensor._version
