@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from forkpoint import Config
 from forkpoint.errors import UnsupportedError
+from forkpoint.integrations.trl import heads
 from forkpoint.integrations.trl.options import check_version
 from forkpoint.integrations.trl.undo import CLONED_BYTES, LossState
 
@@ -86,6 +87,23 @@ def test_a_model_whose_results_depend_on_padding(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=BOTH):
         trainer.train()
     pair = Pair("dpo", tmp_path / "dpo", made=made)
+    assert pair.apart < 2e-6
+
+
+def test_few_tokens_are_compared_with_those_of_their_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Differences at one token say little about the size of rounding."""
+    compared: list[int] = []
+    known = heads._compared
+
+    def spied(policy: Any, model: Any, rows: Any, *rest: Any) -> str:
+        compared.append(int((rows.scored & rows.present).sum()))
+        return known(policy, model, rows, *rest)
+
+    monkeypatch.setattr(heads, "_compared", spied)
+    pair = Pair("grpo", tmp_path, max_completion_length=1)
+    assert len(compared) == 1 and compared[0] > 4
     assert pair.apart < 2e-6
 
 

@@ -6,7 +6,7 @@ computes now.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,13 @@ class Rows:
             media=tuple(self.media[row] for row in chosen.tolist()) if self.media else (),
             types=None if self.types is None else self.types[chosen],
         )
+
+    def with_prompts(self) -> "Rows":
+        """The same rows, with log-probs of their prompts too."""
+        scored = self.present & (self.present.cumsum(1) > 1)
+        if self.types is not None:
+            scored &= self.types == 0
+        return replace(self, scored=scored)
 
 
 def _image_token(model: nn.Module | None) -> int:

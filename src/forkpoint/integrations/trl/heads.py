@@ -20,6 +20,9 @@ from forkpoint.step.self_check import NOISE_FACTOR, allowed_difference, rms, rou
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs")
 """Outputs of TRL's head that losses read."""
+LEAST_TOKENS = 16
+"""Smallest number of tokens to compare: differences at fewer say little about the size of rounding.
+"""
 TOLD_APART = 0.02
 """Smallest shift towards temperature 1, relative to the full shift, that counts as another
 temperature. For 26 families with random weights in 16 bits, rounding shifted log-probs by at most
@@ -66,6 +69,8 @@ class HeadChecks:
         begins_B = rows.present.int().argmax(1) * (counts_B > 0)
         chosen = torch.stack([counts_B.argmax(), begins_B.argmax()]).unique()
         few = rows.of(chosen)
+        if int(counts_B[chosen].sum()) < LEAST_TOKENS:
+            few = few.with_prompts()
         found = _compared(policy, model, few, temperature, answered)
         told = torch.tensor(
             [float(bool(found)), float(counts_B.sum())], device=rows.input_ids.device
