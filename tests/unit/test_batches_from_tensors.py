@@ -335,6 +335,8 @@ def test_rollouts_alone_have_no_completions() -> None:
         (torch.zeros(14, dtype=torch.bool), 2, ConfigError, "fill is 2; .*bool"),
         (np.zeros(14, np.uint8), -1, ConfigError, "fill is -1; .*uint8"),
         (np.zeros(14), "0", ConfigError, "fill is '0'"),
+        (torch.zeros(14, dtype=torch.float16), 1e9, ConfigError, "fill is .*float16"),
+        (np.zeros(14, np.float16), -1e9, ConfigError, "fill is .*float16"),
     ],
 )
 def test_values_that_do_not_fit(values: Any, fill: Any, error: type, problem: str) -> None:

@@ -332,6 +332,9 @@ def test_select_keeps_order_and_ids() -> None:
     for indices, error in (([6], IndexError), ([0.5], TypeError), ([1, 2, 1], RolloutError)):
         with pytest.raises(error):
             batch.select(indices)  # type: ignore[list-item]
+    for mask in ([True, False], np.array([True]), torch.tensor([False, True])):
+        with pytest.raises(RolloutError, match="select takes indices, and these are booleans"):
+            batch.select(mask)
 
 
 @pytest.mark.parametrize(

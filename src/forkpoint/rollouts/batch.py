@@ -352,9 +352,17 @@ class RolloutBatch:
     def select(self, indices: Iterable[int]) -> "RolloutBatch":
         """Make a batch of the rollouts at `indices`, in that order. Ids and layout are kept.
 
-        Raises IndexError for an index outside the batch, and RolloutError for a repeated index.
+        Raises IndexError for an index outside the batch, and RolloutError for a repeated index and
+        for a mask.
         """
-        chosen = [operator.index(index) for index in indices]
+        given = list(indices)
+        kinds = {str(getattr(index, "dtype", type(index).__name__)) for index in given}
+        if kinds & {"bool", "torch.bool"}:  # operator.index takes them as 0 and 1
+            raise RolloutError(
+                "select takes indices, and these are booleans. Give the positions of a mask, as "
+                "np.flatnonzero(mask) has them."
+            )
+        chosen = [operator.index(index) for index in given]
         completions = self.completion_layout
         made = Made(
             [self.rollouts[index] for index in chosen],

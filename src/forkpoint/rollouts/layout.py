@@ -1,5 +1,6 @@
 """Layouts of padded tensors: the cells of a batch's tokens."""
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ class PaddedLayout:
         cells = (rows * self.width + self.columns)[tokens]
         if torch is None or not isinstance(values, torch.Tensor):
             array = _array(values)
-            limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else None
-            self._check(array, fill, limits, whole=array.dtype.kind in "biu")
+            kind = array.dtype.kind
+            limits = None if kind == "b" else (np.iinfo if kind in "iu" else np.finfo)(array.dtype)
+            self._check(array, fill, limits, whole=kind in "biu")
             padded: Any = np.full((self.shape[0] * self.width, *array.shape[1:]), fill, array.dtype)
             padded[cells] = array[tokens]
             return padded.reshape(*self.shape, *array.shape[1:])
@@ -88,7 +90,9 @@ class PaddedLayout:
                 ".values() of a jagged one, .to_dense() of a sparse one."
             )
         whole = not (values.is_floating_point() or values.is_complex())
-        limits = torch.iinfo(values.dtype) if whole and values.dtype != torch.bool else None
+        limits = None
+        if values.dtype != torch.bool:
+            limits = (torch.iinfo if whole else torch.finfo)(values.dtype)
         self._check(values, fill, limits, whole=whole)
         padded = values.new_full((self.shape[0] * self.width, *values.shape[1:]), fill)
         chosen, places = (torch.from_numpy(x).to(values.device) for x in (tokens, cells))
@@ -99,7 +103,7 @@ class PaddedLayout:
         """Raises RolloutError for values of another length, and ConfigError for a `fill` that their
         dtype cannot represent.
 
-        `limits`: smallest and largest number of an integer dtype; None for booleans.
+        `limits`: smallest and largest finite number of the dtype; None for booleans.
         """
         if not values.ndim or len(values) != len(self.columns):
             raise RolloutError(
@@ -107,9 +111,13 @@ class PaddedLayout:
                 f"{len(self.columns)} tokens; it takes one value per token: [T] or [T, ...]."
             )
         least, most = (limits.min, limits.max) if limits else (0, 1)
-        if not isinstance(fill, int | float | np.number) or (
-            whole and not (least <= fill <= most and fill == int(fill))
-        ):
+        number = fill.item() if isinstance(fill, np.number) else fill
+        held = isinstance(number, int | float)
+        if held and whole:
+            held = least <= number <= most and number == int(number)
+        elif held:  # floats hold NaN and infinities
+            held = number != number or abs(number) == math.inf or abs(number) <= float(most)
+        if not held:
             raise ConfigError(
                 f"fill is {short(fill)}; it takes a number that {values.dtype}, the dtype of the "
                 "values, can hold."
