@@ -9,6 +9,7 @@ import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +142,15 @@ def trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _actions(rollouts: Sequence[Rollout], name: str, fill: float, dtype: Any) -> np.ndarray:
-    return right(
-        [np.broadcast_to(getattr(r, name), len(r))[1:] * 1.0 for r in rollouts], fill, dtype
-    )
+def _rows(rollouts: Sequence[Rollout], name: str, fill: float, dtype: Any) -> np.ndarray:
+    return right([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts], fill, dtype)
 
 
 def openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Rows padded on the right; action arrays are of all tokens but the first."""
 
     def actions(name: str, fill: float, dtype: Any) -> np.ndarray:
-        return _actions(rollouts, name, fill, dtype)
+        return _rows(rollouts, name, fill, dtype)[:, 1:]
 
     return {
         "sequences": right([r.token_ids for r in rollouts], PADDING, np.int64),
@@ -171,8 +170,8 @@ def openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def openrlhf_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return openrlhf(rollouts) | {
-        "values": _actions(rollouts, "old_values", JUNK, np.float32),
-        "returns": _actions(rollouts, "returns", JUNK, np.float32),
+        "values": _rows(rollouts, "old_values", JUNK, np.float32)[:, 1:],
+        "returns": _rows(rollouts, "returns", JUNK, np.float32)[:, 1:],
     }
 
 
@@ -190,9 +189,7 @@ def openrlhf_left(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def nemo_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    def rows(name: str, fill: float, dtype: Any) -> np.ndarray:
-        return right([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts], fill, dtype)
-
+    rows = partial(_rows, rollouts)
     return {
         "input_ids": rows("token_ids", PADDING, np.int64),
         "input_lengths": np.array(list(map(len, rollouts))),
@@ -207,14 +204,10 @@ def nemo_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def nemo_rl_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Train data of PPO, whose values are shifted: entry i is what was expected before token i."""
-
-    def rows(name: str) -> np.ndarray:
-        return right([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts], JUNK)
-
     return nemo_rl(rollouts) | {
         "rewards": np.zeros(len(rollouts), np.float32),
-        "values": rows("old_values").astype(np.float32),
-        "returns": rows("returns").astype(np.float32),
+        "values": _rows(rollouts, "old_values", JUNK, np.float32),
+        "returns": _rows(rollouts, "returns", JUNK, np.float32),
     }
 
 

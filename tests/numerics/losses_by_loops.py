@@ -185,6 +185,15 @@ def gmpo_objective(loss, batch, logprobs_T, t, tokens):
     return product ** (1 / len(tokens)) * advantage
 
 
+def divisor(loss, batch, tokens):
+    """Divisor of the terms of a rollout with these trained tokens."""
+    rollouts = len(batch.rollout_ids)
+    if isinstance(loss, DrGRPO):
+        return rollouts * loss.max_tokens
+    of_rollout = max(len(tokens), 1) * rollouts
+    return {"token": batch.loss_mask.sum(), "rollout": of_rollout, "none": 1}[loss.normalize]
+
+
 def policy_by_loops(objective):
     """A policy loss, of what one trained token is worth."""
 
@@ -201,14 +210,7 @@ def policy_by_loops(objective):
                     own = own + loss.kl * estimates[loss.kl_estimator]
                 if loss.entropy:
                     own = own - loss.entropy * entropies_of(logprobs_T[t])
-            rollouts = len(batch.rollout_ids)
-            if isinstance(loss, DrGRPO):
-                own = own / (rollouts * loss.max_tokens)
-            elif loss.normalize == "token":
-                own = own / batch.loss_mask.sum()
-            elif tokens:
-                own = own / len(tokens) / rollouts
-            total = total + own
+            total = total + own / divisor(loss, batch, tokens)
         return total
 
     return by_loops
@@ -217,14 +219,9 @@ def policy_by_loops(objective):
 def likelihood_by_loops(loss, batch, logprobs_T):
     total = torch.zeros((), dtype=torch.float64)
     for _, tokens in each_rollout(batch):
-        divisor = {
-            "token": batch.loss_mask.sum(),
-            "rollout": max(len(tokens), 1) * len(batch.rollout_ids),
-            "none": 1,
-        }[loss.normalize]
         for t in tokens:
             weight = 1 if batch.weights is None else batch.weights[t]
-            total = total - weight * logprobs_T[t] / divisor
+            total = total - weight * logprobs_T[t] / divisor(loss, batch, tokens)
     return total
 
 
@@ -238,10 +235,7 @@ def distillation_by_loops(loss, batch, logprobs_T):
                 ratio = (logprob - old_logprob(batch, logprob, t)).exp()
                 term = -clipped(ratio, term.detach(), *clips(loss))
             weight = 1 if batch.weights is None else batch.weights[t]
-            divisor = batch.loss_mask.sum()
-            if loss.normalize == "rollout":
-                divisor = len(tokens) * len(batch.rollout_ids)
-            total = total + weight * term / divisor
+            total = total + weight * term / divisor(loss, batch, tokens)
     return total
 
 
@@ -300,10 +294,7 @@ def value_by_loops(loss, batch, values_T):
                 old = batch.old_values[t]
                 near = min(max(value, old - loss.clip), old + loss.clip)
                 error = max(error, (near - target) ** 2)
-            divisor = batch.loss_mask.sum()
-            if loss.normalize == "rollout":
-                divisor = len(tokens) * len(batch.rollout_ids)
-            total = total + error / 2 / divisor
+            total = total + error / 2 / divisor(loss, batch, tokens)
     return total
 
 

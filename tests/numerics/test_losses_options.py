@@ -14,7 +14,6 @@ from losses_by_loops import evaluate
 
 from forkpoint.errors import ConfigError
 from forkpoint.losses import (
-    BNPO,
     CISPO,
     DAPO,
     DPO,
@@ -67,12 +66,9 @@ def test_log_ratios_count_as_at_most_20(loss: Loss) -> None:
     "build",
     [
         lambda: DAPO(normalize="rollout"),  # type: ignore[call-arg]
-        lambda: BNPO(normalize="rollout"),  # type: ignore[call-arg]
         lambda: DrGRPO(max_tokens=3, normalize="token"),  # type: ignore[call-arg]
         lambda: GSPO(normalize="token"),  # type: ignore[call-arg]
         lambda: Distillation(needs=()),  # type: ignore[call-arg]
-        lambda: DPO(needs=()),  # type: ignore[call-arg]
-        lambda: ValueLoss(needs=()),  # type: ignore[call-arg]
         lambda: GRPO(0.2),  # type: ignore[misc]
         lambda: DrGRPO(),  # type: ignore[call-arg]
     ],

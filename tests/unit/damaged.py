@@ -20,7 +20,7 @@ ROW = 4
 """The row that is damaged, so that others remain."""
 
 
-def edited(make: Callable[[Any], dict[str, Any]], edit: Callable[[dict[str, Any]], None]) -> Any:
+def edited(make: Callable[[Any], dict[str, Any]], edit: Callable[[dict[str, Any]], object]) -> Any:
     """A writer of a torch file of a table with one edit."""
 
     def write(folder: Path) -> Path:
@@ -54,38 +54,6 @@ def put(name: str, value: Any) -> Callable[[dict], None]:
     return edit
 
 
-def whole(name: str, value: Any) -> Callable[[dict], None]:
-    def edit(table: dict[str, Any]) -> None:
-        table[name] = value
-
-    return edit
-
-
-def without(name: str) -> Callable[[dict], None]:
-    def edit(table: dict[str, Any]) -> None:
-        del table[name]
-
-    return edit
-
-
-def cut(name: str, entries: int = 1) -> Callable[[dict], None]:
-    """Takes the last entries of every row of a column away."""
-
-    def edit(table: dict[str, Any]) -> None:
-        table[name] = table[name][:, :-entries]
-
-    return edit
-
-
-def shorter(name: str) -> Callable[[dict], None]:
-    """Takes the last row of a column away."""
-
-    def edit(table: dict[str, Any]) -> None:
-        table[name] = table[name][:-1]
-
-    return edit
-
-
 COUNT = len(truth())
 VERL, TRL, OPENRLHF, NEMO = dumps.verl, dumps.trl, dumps.openrlhf, dumps.nemo_rl
 SLIME = dumps.slime
@@ -112,7 +80,8 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     # masks
     "a mask of 2": (edited(VERL, at("response_mask", 0, 2)), ["response_mask[0] is 2"],
                     "response_mask"),
-    "trained padding": (edited(VERL, whole("response_mask", np.ones((COUNT, 6), int))),
+    "trained padding": (edited(VERL, lambda t: t.update(
+        response_mask=np.ones((COUNT, 6), int))),
                         ["response_mask[", "padding"], "response_mask"),
     "a hole in the prompt": (edited(TRL, at("prompt_mask", -2, 0)), ["0 between tokens"],
                              "prompt_mask"),
@@ -151,8 +120,8 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
                                       ["rewards is nan at token"], "rewards"),
     "rewards for more tokens": (edited(dumps.skyrl, put("rewards", [0.0] * 99)),
                                 ["rewards has 99 entries, but response_ids has"], "rewards"),
-    "a step of a trajectory": (edited(dumps.skyrl, whole("is_last_step", [
-        n != ROW for n in range(COUNT)])), ["is_last_step is false", "as one record"],
+    "a step of a trajectory": (edited(dumps.skyrl, lambda t: t.update(
+        is_last_step=[n != ROW for n in range(COUNT)])), ["is_last_step is false", "as one record"],
         "is_last_step"),
     "several rewards": (edited(lambda r: dumps.slime_samples(r),
                                lambda t: t["samples"][ROW].update(reward={"a": 1, "b": 2})),
@@ -289,11 +258,14 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "lines with a NUL byte": (lambda f: raw(f, "x.jsonl", b'{"a": [1, 2, 3]}\n\0\0'),
                               ["unknown file type", "and has a NUL byte at position 17"]),
     "a device": (lambda _: Path(os.devnull), ["is a pipe or a device"]),
-    "rows of another number": (edited(TRL, shorter("advantages")),
+    "rows of another number": (edited(TRL, lambda t: t.update(
+        advantages=t["advantages"][:-1])),
                                [f"'advantages' has {COUNT - 1} rows, but completion_ids has"]),
-    "prompts and responses of another width": (edited(VERL, cut("input_ids")),
+    "prompts and responses of another width": (edited(VERL, lambda t: t.update(
+        input_ids=t["input_ids"][:, :-1])),
                                                ["input_ids has", "7 + 6"]),
-    "no attention mask": (edited(VERL, without("attention_mask")), ["there is no attention_mask"]),
+    "no attention mask": (edited(VERL, lambda t: t.pop("attention_mask")),
+                          ["there is no attention_mask"]),
     "a part of a batch that is no dict": (
         lambda f: write_torch(f / "x.pt", {"batch": tensors(TRL(truth())), "meta_info": [2]}),
         ["x.pt: meta_info is [2]", "it takes a dict"]),

@@ -20,6 +20,7 @@ from forkpoint.plan.pricing.calibration import Curve
 from forkpoint.tree.forest import build_forest
 from made_calibrations import SHAPE as CALIBRATED
 from made_calibrations import made_up
+from strategies import batches
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-0.6b"])
 TOKEN = Rates.of(None)
@@ -36,20 +37,6 @@ def group(number: int, prompt: int, responses: list[int]) -> list[Rollout]:
         rollout([*shared, *[20_000 + i] * length], number, prompt)
         for i, length in enumerate(responses)
     ]
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> RolloutBatch:
-    """Rollouts over few tokens, so that much is shared, in groups that share or do not."""
-    token = st.integers(1, 3)
-    made = draw(
-        st.lists(
-            st.tuples(st.lists(token, min_size=1, max_size=9), st.integers(0, 4)),
-            min_size=1,
-            max_size=14,
-        )
-    )
-    return RolloutBatch([rollout(ids, number) for ids, number in made])
 
 
 class Zero(losses.Loss):
@@ -82,7 +69,10 @@ def cost_of(priced: Priced, rollouts: list[int], batch: RolloutBatch) -> int:
 
 
 @given(
-    batch=batches(), ranks=st.integers(1, 6), whole=st.booleans(), tokens=st.sampled_from([4, 99])
+    batch=batches(max_rollouts=14, max_tokens=9),
+    ranks=st.integers(1, 6),
+    whole=st.booleans(),
+    tokens=st.sampled_from([4, 99]),
 )
 @settings(max_examples=12, deadline=None)
 def test_each_rollout_is_on_one_rank(
@@ -100,7 +90,7 @@ def test_each_rollout_is_on_one_rank(
             assert sum(bool(set(own.tolist()) & set(rank)) for rank in found) == 1
 
 
-@given(batch=batches(), ranks=st.integers(2, 5), whole=st.booleans())
+@given(batch=batches(max_rollouts=14, max_tokens=9), ranks=st.integers(2, 5), whole=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_no_worse_than_knowing_less(batch: RolloutBatch, ranks: int, whole: bool) -> None:
     paths = Paths.of_batch(batch)
@@ -115,7 +105,7 @@ def test_no_worse_than_knowing_less(batch: RolloutBatch, ranks: int, whole: bool
     assert lockstep_cost(priced, rank, ranks, capacity) <= min(costs)
 
 
-@given(batch=batches(), ranks=st.integers(1, 5))
+@given(batch=batches(max_rollouts=14, max_tokens=9), ranks=st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
 def test_costs_count_each_shared_token_once(batch: RolloutBatch, ranks: int) -> None:
     paths = Paths.of_batch(batch)
@@ -131,7 +121,11 @@ def test_costs_count_each_shared_token_once(batch: RolloutBatch, ranks: int) -> 
     assert np.allclose(priced.items(rank, ranks).whole * unit, expected, rtol=0, atol=1e-6)
 
 
-@given(batch=batches(), ranks=st.integers(1, 4), capacity=st.integers(1, 12))
+@given(
+    batch=batches(max_rollouts=14, max_tokens=9),
+    ranks=st.integers(1, 4),
+    capacity=st.integers(1, 12),
+)
 @settings(max_examples=25, deadline=None)
 def test_pieces_are_those_of_the_ranks_own_forest(
     batch: RolloutBatch, ranks: int, capacity: int

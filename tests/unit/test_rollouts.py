@@ -103,20 +103,6 @@ def test_equality_and_repr() -> None:
 # Formats ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str
-)
-def test_tensors_of_any_floating_dtype(dtype: torch.dtype) -> None:
-    names = (*FLOATS, "loss_mask", "temperature")
-    assert make(**each_field(lambda x: torch.tensor(x).to(dtype), names)) == EXPECTED
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.uint16], ids=str)
-def test_tensors_of_any_whole_dtype(dtype: torch.dtype) -> None:
-    names = ("token_ids", "loss_mask", "group_id", "rollout_id")
-    assert make(**each_field(lambda x: torch.tensor(x, dtype=dtype), names)) == EXPECTED
-
-
 def negative_view(x: Any) -> torch.Tensor:
     """A view that says its numbers are to be negated, as conjugated imaginary parts do."""
     view = torch.complex(torch.zeros(len(x)), -torch.tensor(x)).conj().imag
@@ -124,28 +110,38 @@ def negative_view(x: Any) -> torch.Tensor:
     return view
 
 
+ALL_FLOATS = (*FLOATS, "loss_mask", "temperature")
+WHOLE = ("token_ids", "loss_mask", "group_id", "rollout_id")
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("names", "change"),
     [
-        negative_view,
-        lambda x: torch.tensor(x, dtype=torch.bfloat16, requires_grad=True) * 1.0,
-        lambda x: torch.tensor([x, x]).T[:, 1],
-        lambda x: list(torch.tensor(x, requires_grad=True)),
-        lambda x: [torch.tensor(x[0]), *x[1:3], np.array(x[3])],
-        lambda x: np.array(x, object),
-        lambda x: np.array(x, ">f4"),
-        np.ma.masked_array,
-        tuple,
+        *(
+            (ALL_FLOATS, lambda x, dtype=dtype: torch.tensor(x).to(dtype))
+            for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+        ),
+        *(
+            (WHOLE, lambda x, dtype=dtype: torch.tensor(x, dtype=dtype))
+            for dtype in (torch.int64, torch.uint8, torch.uint16)
+        ),
+        *(
+            (WHOLE[:2], lambda x, kind=kind: np.array(x, kind))
+            for kind in ("<i2", ">i8", "<u1", ">u4", "<u8")
+        ),
+        (FLOATS, negative_view),
+        (FLOATS, lambda x: torch.tensor(x, dtype=torch.bfloat16, requires_grad=True) * 1.0),
+        (FLOATS, lambda x: torch.tensor([x, x]).T[:, 1]),
+        (FLOATS, lambda x: list(torch.tensor(x, requires_grad=True))),
+        (FLOATS, lambda x: [torch.tensor(x[0]), *x[1:3], np.array(x[3])]),
+        (FLOATS, lambda x: np.array(x, object)),
+        (FLOATS, lambda x: np.array(x, ">f4")),
+        (FLOATS, np.ma.masked_array),
+        (FLOATS, tuple),
     ],
 )
-def test_graphs_strides_and_lists(change: Callable[[Any], Any]) -> None:
-    assert make(**each_field(change, FLOATS)) == EXPECTED
-
-
-@pytest.mark.parametrize("kind", ["<i2", ">i8", "<u1", ">u4", "<u8"])
-def test_ids_of_any_dtype_and_byte_order(kind: str) -> None:
-    names = ("token_ids", "loss_mask")
-    assert make(**each_field(lambda x: np.array(x, kind), names)) == EXPECTED
+def test_tensors_arrays_and_lists(names: tuple[str, ...], change: Callable[[Any], Any]) -> None:
+    assert make(**each_field(change, names)) == EXPECTED
 
 
 def test_arrays_of_bfloat16_and_float8() -> None:
@@ -226,10 +222,8 @@ def test_one_number_where_nothing_is_trained(name: str) -> None:
         ({"group_id": True}, "group_id is True"),
         ({"extras": 3}, "extras is 3"),
         ({"advantage": None}, "advantage is None"),
-        ({"advantage": [0, 0, 10**400, 1]}, "advantage[2] is an integer of 1329 bits"),
         ({"weights": np.ma.masked_array([0.0, 0, 1, 1], [0, 0, 0, 1])}, "weights is a numpy array"),
         ({"temperature": math.inf}, "temperature is inf"),
-        ({"temperature": [1.0]}, "temperature is [1.0]"),
     ],
 )
 def test_refuses(changes: dict[str, Any], said: str) -> None:
