@@ -230,14 +230,8 @@ def test_autocast_is_that_of_a_linear_layer():
         rest,
     )
 
-    def cast(function):
-        def call(*args, **kwargs):
-            with torch.autocast("cpu", torch.bfloat16):
-                return function(*args, **kwargs)
-
-        return call
-
-    ours, plain = (run(cast(f), leaves, rest) for f in (token_logprobs, linear_then_log_softmax))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = (run(f, leaves, rest) for f in (token_logprobs, linear_then_log_softmax))
     torch.testing.assert_close(ours["logprobs"], plain["logprobs"], atol=1e-5, rtol=1e-5)
     for name, value in exact.items():
         assert ours[name].dtype == torch.float32

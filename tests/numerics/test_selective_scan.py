@@ -59,18 +59,6 @@ def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> N
     assert expected.norm() > 0
 
 
-def test_a_state_handed_over_is_the_whole() -> None:
-    expected = outcome(mamba2, make([150], 0.2), [150])
-
-    def cut(x, a, b, c, initial, _, final):
-        parts = [y[:83] for y in (x, a, b, c)], [y[83:] for y in (x, a, b, c)]
-        o, state = chunked_scan(*parts[0], initial, Sequences(np.asarray([83]), "cpu"), True)
-        more, state = chunked_scan(*parts[1], state, Sequences(np.asarray([67]), "cpu"), True)
-        return torch.cat([o, more]), state
-
-    close(outcome(cut, make([150], 0.2), [150]), expected)
-
-
 def test_a_kernel_that_is_none_is_refused() -> None:
     whole = Level(np.zeros(1, int), np.asarray([3]), np.asarray([-1]), np.zeros(0, int), False)
     table = StateTable(StateLayout((whole,), np.zeros(0, int)))

@@ -20,7 +20,6 @@ from forkpoint.plan.shared_prompts import (
     cannot_exchange,
     prompts_of,
     shared_prompts,
-    untrained_prefix,
     worth_pricing,
 )
 from forkpoint.tree.forest import build_forest, sort_rollouts
@@ -114,18 +113,6 @@ def test_plans_of_ranks_that_exchange(
 
 # What ranks have in common
 # ------------------------------------------------------------
-
-
-def test_the_prefix_before_any_trained_token() -> None:
-    rollouts = [[7, 7, 7, 1], [7, 7, 7, 2], [7, 7, 8]]
-    masks = [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 1]]
-    batch = RolloutBatch(Rollout(t, m, 1.0) for t, m in zip(rollouts, masks, strict=True))
-    mask = np.asarray(batch.loss_mask) != 0
-
-    def shared(*which: int) -> int:
-        return untrained_prefix(batch.token_ids, batch.offsets, mask, np.asarray(which))
-
-    assert [shared(0), shared(1), shared(0, 1), shared(0, 2)] == [3, 2, 2, 2]
 
 
 def test_prompts_of_a_batch() -> None:

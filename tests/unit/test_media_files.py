@@ -201,6 +201,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
         lambda entry, _: entry["inputs"]["image_grid_thw"].update(shape=[3] + [1] * 99),
     ),
     "other tokens": ("sha256 is .*, and its inputs have", lambda entry, _: entry.update(tokens=3)),
+    "a kind of none": ("kind is 'sound'", lambda entry, _: entry.update(kind="sound")),
     "a field too few": ("sha256 is missing", lambda entry, _: entry.pop("sha256")),
 }
 

@@ -43,6 +43,8 @@ def group(
     return [shared + [next(ids) for _ in range(response)] for _ in range(count)]
 
 
+FOUR_GROUPS = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
+
 # What auto decides
 
 
@@ -117,16 +119,15 @@ def test_auto_never_costs_more_than_dense(
 
 
 def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
-    batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
     config = Config(sharing="group", boundary="within", checkpointing="none")
-    free = make_plan(batch, SHAPE, config)
+    free = make_plan(FOUR_GROUPS, SHAPE, config)
     assert (free.max_microbatch_tokens, len(free.microbatches)) == (16_384, 1)
     assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes()
     half = 2 * 1399 * SHAPE.activation_bytes()
     # In so small a shape attention outweighs all else, and a microbatch for each group has fewer
     # launches.
     with mock.patch.object(meters, "LAUNCH_KEYS", 0):
-        plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget=half))
+        plan = make_plan(FOUR_GROUPS, SHAPE, dataclasses.replace(config, memory_budget=half))
     assert plan.max_microbatch_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half
     assert [microbatch.tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
@@ -134,16 +135,15 @@ def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_largest_length_is_kept_to_and_shortened_if_memory_is_short(*, measured: bool) -> None:
-    batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
     config = Config(sharing="group", checkpointing="none", max_microbatch_tokens=3000)
-    free = make_plan(batch, SHAPE, config)
+    free = make_plan(FOUR_GROUPS, SHAPE, config)
     peak = free.predicted_peak_bytes or 0
 
     def within(budget: int, **options: Any) -> Plan:
         limited = dataclasses.replace(config, **options)
         if measured:
-            return make_plan(batch, SHAPE, limited, budget_bytes=budget)
-        return make_plan(batch, SHAPE, dataclasses.replace(limited, memory_budget=budget))
+            return make_plan(FOUR_GROUPS, SHAPE, limited, budget_bytes=budget)
+        return make_plan(FOUR_GROUPS, SHAPE, dataclasses.replace(limited, memory_budget=budget))
 
     enough = within(peak)
     assert (enough.max_microbatch_tokens, enough.boundary) == (3000, free.boundary)
@@ -157,41 +157,26 @@ def test_a_largest_length_is_kept_to_and_shortened_if_memory_is_short(*, measure
         assert max(m.tokens for m in short.microbatches) <= 3000
 
 
-@pytest.mark.parametrize("wanted", ["auto", "keep", "recompute"])
-def test_logits_are_kept_where_a_budget_has_room(wanted: Any) -> None:
-    batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
-    config = Config(
-        sharing="group", boundary="across", max_microbatch_tokens=1000, head_logits=wanted
-    )
-    free = make_plan(batch, SHAPE, config)
-    leaves = [microbatch for microbatch in free.microbatches if not microbatch.children]
-    assert 0 < len(leaves) < len(free.microbatches)
-    assert [microbatch.index for microbatch in free.microbatches if microbatch.keeps_logits] == [
-        microbatch.index for microbatch in leaves if wanted == "keep"
-    ]
-    # All that a microbatch's labels take, and a byte less.
-    again = make_plan(batch, SHAPE, dataclasses.replace(config, head_logits="recompute"))
-    kept = make_plan(batch, SHAPE, dataclasses.replace(config, head_logits="keep"))
-    assert again.predicted_peak_bytes is not None and kept.predicted_peak_bytes is not None
-    assert kept.cost < again.cost
-    token = SHAPE.vocab * SHAPE.dtype_bytes
-    assert kept.predicted_peak_bytes > again.predicted_peak_bytes
-    assert (kept.predicted_peak_bytes - again.predicted_peak_bytes) % token == 0
-    for budget, all_kept in (
-        (kept.predicted_peak_bytes, True),
-        (again.predicted_peak_bytes, False),
-    ):
-        if wanted == "keep" and not all_kept:
-            continue
-        config = dataclasses.replace(config, memory_budget=budget)
-        plan = make_plan(batch, SHAPE, config)
-        assert plan.predicted_peak_bytes is not None and plan.predicted_peak_bytes <= budget
-        keeping = [microbatch.index for microbatch in plan.microbatches if microbatch.keeps_logits]
+def test_logits_are_kept_where_a_budget_has_room() -> None:
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=1000)
+
+    def planned(logits: Any, budget: int | None = None) -> tuple[int, list[int], Plan]:
+        options = {"head_logits": logits, "memory_budget": budget}
+        plan = make_plan(FOUR_GROUPS, SHAPE, dataclasses.replace(config, **options))
+        keeping = [m.index for m in plan.microbatches if m.keeps_logits]
         assert ("logits kept in" in plan.explain()) == bool(keeping)
-        if wanted == "recompute":
-            assert not keeping
-        else:
-            assert (keeping == [microbatch.index for microbatch in leaves]) == all_kept
+        return plan.predicted_peak_bytes or 0, keeping, plan
+
+    (most, every, kept), (least, none, again) = planned("keep"), planned("recompute")
+    assert every == [m.index for m in kept.microbatches if not m.children]
+    assert 0 < len(every) < len(kept.microbatches) and not none and not planned("auto")[1]
+    assert kept.cost < again.cost and most > least
+    assert (most - least) % (SHAPE.vocab * SHAPE.dtype_bytes) == 0
+    assert planned("keep", most)[:2] == (most, every)
+    for budget in (most, least):
+        assert planned("recompute", budget)[:2] == (least, [])
+        peak, keeping, _ = planned("auto", budget)
+        assert peak <= budget and (keeping == every) == (budget == most)
 
 
 def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:

@@ -22,11 +22,6 @@ def lengths_of(plan: Plan) -> list[list[int]]:
     ]
 
 
-def test_first_fit_decreasing() -> None:
-    assert first_fit_decreasing([2, 5, 4, 1, 3], 6) == [[1, 3], [2, 0], [4]]
-    assert first_fit_decreasing([9, 1], 5) == [[0], [1]], "what is too large is alone"
-
-
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(1, 25))
 def test_bins_hold_everything_once_and_no_two_could_be_one(sizes: list[int], capacity: int) -> None:
@@ -38,22 +33,6 @@ def test_bins_hold_everything_once_and_no_two_could_be_one(sizes: list[int], cap
     for one in range(len(bins)):
         for other in range(one):
             assert used[one] + used[other] > capacity
-
-
-def test_a_tree_too_large_for_a_microbatch_is_cut_between_rollouts() -> None:
-    # One prefix of 3 edges and four suffixes of 2; microbatches of 8 hold the prefix and two of
-    # them.
-    lists = [[1, 2, 3, 4, token, token] for token in (5, 6, 7, 8)]
-    plan = plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=8)
-    assert lengths_of(plan) == [[3, 2, 2], [3, 2, 2]]
-    assert plan.computed_tokens == 14
-    assert plan.forest.multiplicity.tolist() == [2, 1, 1, 2, 1, 1]
-    assert (
-        plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=11)
-        .microbatches[0]
-        .tokens
-        == 11
-    )
 
 
 def test_a_microbatch_of_one_tree_is_depth_first_and_one_of_several_breadth_first() -> None:

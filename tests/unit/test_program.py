@@ -68,20 +68,6 @@ def test_an_order_that_breaks_a_dependency_is_refused() -> None:
         plan.reordered([0, 1, 2, 3])
 
 
-def test_slots_follow_the_order() -> None:
-    plan = three_levels().with_program(scores=False)
-
-    def slots(plan: Plan) -> list[int]:
-        return [plan.cache_of.get(m.segments[0], -1) for m in plan.microbatches]
-
-    # One prompt after the other: both have the same slots, above those of what they share.
-    assert (slots(plan), plan.cache_tokens) == ([0, 4, -1, 4, -1], 7)
-    # Both prompts at once, as stages of a pipeline would run them.
-    both = plan.reordered([0, 1, 5, 2, 6, 3, 7, 4, 8, 9])
-    assert (slots(both), both.cache_tokens) == ([0, 4, -1, 7, -1], 10)
-    assert both.predicted_peak_bytes is None and both.predicted_ms is None
-
-
 configs = st.builds(
     Config,
     sharing=st.sampled_from(("none", "group", "tree")),
