@@ -12,25 +12,23 @@ import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from sabotage import ACROSS_MICROBATCHES
 from scenarios import CHAIN, TIGHT, acceptance_batch
-from steps import ACROSS, clear_gradients, forked_batch, model_state, with_options
+from steps import ACROSS, forked_batch, model_state
 from torch import Tensor, nn
+from yardstick import faults_of_steps, measure
 
 from forkpoint import (
     Config,
     ConfigError,
-    Policy,
     RolloutBatch,
     UnsupportedError,
     wrap,
 )
 from forkpoint.losses import GRPO, Loss, LossBatch, LossOutputs, ValueLoss
 from forkpoint.losses.base import as_loss
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
-from forkpoint.verify.dense import DenseRun
+from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides_every
 from versions import checkpoint_blocks
 
-BAR = 1e-10
 CONFIGS = (
     *(
         Config(sharing=s, boundary=b)
@@ -123,38 +121,17 @@ def with_values(batch: RolloutBatch, values_T: Tensor) -> RolloutBatch:
     )
 
 
-def step_faults(
-    policy: Policy, batch: RolloutBatch, loss: Any, dense: DenseRun, config: Config
-) -> list[str]:
-    model = policy.host.model
-    clear_gradients(model)
-    stats = with_options(policy, config).forward_backward(batch, loss)
-    name = f"{config.sharing} + {config.boundary}, {config.max_microbatch_tokens}"
-    norms = [0.0 if g is None else float(g.norm()) for g in dense.gradients.values()]
-    norm = float(np.linalg.norm(norms))
-    assert min(norms) > 1e-6 * max(norms), "a parameter without a gradient would prove nothing"
-    errors = {"loss": abs(stats.loss - dense.loss)}
-    errors["values"] = float((stats.values - dense.per_token["values"]).abs().max())
-    for parameter, p in model.named_parameters():
-        expected = dense.gradients[parameter]
-        assert p.grad is not None and expected is not None, f"{name}: {parameter}"
-        errors[parameter] = float((p.grad - expected).norm()) / norm
-    return [f"{name}: {what} off by {e:.1e}" for what, e in errors.items() if not e <= BAR]
-
-
 # Every family with one loss and every loss with one family, in a third of the ways each.
 STEPS = {pair: CONFIGS[n::3] for n, pair in enumerate(zip(MODELS, LOSSES, strict=True))}
 
 
 @pytest.mark.parametrize(("family", "loss"), slow_besides_every(2, STEPS))
 def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
-    model, faults = critic(family), []
+    model: Any = critic(family)
     with lifted_upcasts(model):
         batch = with_values(acceptance_batch(), values_of(model, acceptance_batch()))
-        dense = dense_run(model, batch, as_loss(LOSSES[loss]))
-        policy = wrap(model)
-        for config in STEPS[family, loss]:
-            faults += step_faults(policy, batch, LOSSES[loss], dense, config)
+    expected = measure(model, batch, as_loss(LOSSES[loss]))
+    faults, _ = faults_of_steps(model, expected, LOSSES[loss], STEPS[family, loss])
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
 
 

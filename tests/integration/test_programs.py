@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from steps import small_model
+from steps import forked_batch, relative_distance, small_model
 from torch import nn
 
 from forkpoint import Config, losses, wrap
@@ -16,7 +15,7 @@ from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
 from forkpoint.plan import Plan
 from forkpoint.plan.align import align
-from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides_every
 from tests.unit.test_program import any_order
@@ -40,27 +39,6 @@ CASES = [
     ("qwen3_5_text", "recompute", "grpo"),
     ("qwen3_moe", "keep", "gspo"),
 ]
-
-
-@cache
-def forked_batch() -> RolloutBatch:
-    """Two groups, of which one forks twice; three responses of six tokens below each fork. All
-    tokens after the prompts are trained."""
-    rng = np.random.default_rng(3)
-
-    def ids(count: int) -> list[int]:
-        return rng.integers(1, 61, count).tolist()
-
-    rollouts = []
-    for group in range(2):
-        prompt = ids(9)
-        forks = [ids(4), ids(5)] if group else [[]]
-        for fork in forks:
-            for _ in range(3):
-                tokens = [*prompt, *fork, *ids(6)]
-                mask = [0] * 9 + [1] * (len(tokens) - 9)
-                rollouts.append(Rollout(tokens, mask, rng.normal(), group_id=str(group)))
-    return RolloutBatch(rollouts)
 
 
 @cache
@@ -93,17 +71,6 @@ def planned_step(name: str, way: str, loss: str) -> tuple[Plan, dict[str, torch.
     return plan, *step(name, CONFIGS[way], plan, LOSSES[loss], forked_batch())
 
 
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """The largest difference over the largest gradient of each parameter; absent ones are zero."""
-    worst = 0.0
-    for name in found.keys() | wanted.keys():
-        one = found.get(name, torch.zeros(()))
-        other = wanted.get(name, torch.zeros(()))
-        scale = float(other.abs().max()) or 1.0
-        worst = max(worst, float((one - other).abs().max()) / scale)
-    return worst
-
-
 @pytest.mark.parametrize(("name", "way", "loss"), slow_besides_every(6, CASES))
 def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, loss: str) -> None:
     batch, config = forked_batch(), CONFIGS[way]
@@ -114,7 +81,7 @@ def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, 
         other = plan.reordered(any_order(plan, rng))
         moved += other.program != plan.program
         found, stats = step(name, config, other, LOSSES[loss], batch)
-        assert distance(found, wanted) < FAR
+        assert relative_distance(found, wanted) < FAR
         torch.testing.assert_close(stats.logprobs, before.logprobs, rtol=0, atol=1e-13)
         assert stats.loss == pytest.approx(before.loss, rel=1e-12)
     assert moved
@@ -134,11 +101,11 @@ def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: s
     assert sum(any(i.idle for i in program.instructions) for program in programs) >= 2
     for (way, (plan, wanted, _)), program in zip(planned.items(), programs, strict=False):
         found, _ = step(name, CONFIGS[way], replace(plan, program=program), LOSSES[loss], batch)
-        assert distance(found, wanted) < FAR
+        assert relative_distance(found, wanted) < FAR
     plan = replace(single, program=programs[-1])
     wanted, _ = step(name, CONFIGS["keep"], single, losses.GRPO(), batch)
     found, _ = step(name, CONFIGS["keep"], plan, losses.GRPO(), batch)
-    assert distance(found, wanted) < FAR
+    assert relative_distance(found, wanted) < FAR
 
 
 def test_a_plan_without_scores_is_refused_for_a_loss_that_needs_them() -> None:
@@ -153,7 +120,7 @@ def test_a_plan_with_scores_serves_any_loss() -> None:
     plan = policy.plan(batch, losses.GSPO())
     found, stats = step("llama", CONFIGS["keep"], plan, losses.GRPO(), batch)
     wanted, _ = step("llama", CONFIGS["keep"], policy.plan(batch), losses.GRPO(), batch)
-    assert stats.events[0] == "score prefix 0" and distance(found, wanted) < FAR
+    assert stats.events[0] == "score prefix 0" and relative_distance(found, wanted) < FAR
 
 
 def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:

@@ -128,10 +128,10 @@ def step_faults(model: PreTrainedModel, stats: StepStats, expected: Truth) -> It
     # Those of rollouts whose terms are 0 are NaN.
     run_T = torch.from_numpy(labels_run(expected.batch.offsets, stats.plan.run_lengths))
     run_T |= torch.from_numpy(~expected.batch.loss_mask)
-    assert bool((stats.logprobs.isnan() == ~run_T).all())
-    yield from value_faults(
-        "log-probs", stats.logprobs[run_T], expected.dense.per_token["logprobs"][run_T]
-    )
+    name = "values" if "values" in stats.per_token else "logprobs"
+    found_T, dense_T = stats.per_token[name], expected.dense.per_token[name]
+    assert bool((found_T.isnan() == ~run_T).all())
+    yield from value_faults(name, found_T[run_T], dense_T[run_T])
     yield from gradient_faults(model, expected)
 
 
