@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from steps import ACROSS, forked_batch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import Config, losses
 from forkpoint.testing import ReadOnlyHook
@@ -60,3 +61,13 @@ def resized(model: nn.Module) -> nn.Module:
     torch.manual_seed(4)
     model.resize_token_embeddings(67, mean_resizing=False)  # type: ignore[operator]
     return model
+
+
+def real_model(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PreTrainedModel:
+    """Two layers of width 128, of the proportions of real models, as the family initialises
+    them."""
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, **{**sizes, "tie_word_embeddings": False, **changes})
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config).to(dtype)

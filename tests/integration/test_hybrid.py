@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from experts import expert_batch
-from host_models import lora
+from host_models import lora, real_model
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
 from steps import forked_batch
 from transformers import PreTrainedModel
@@ -157,28 +157,6 @@ def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
 # Lower precision, adapters -----------------------------------------------------------------------
 
 
-def wide_hybrid(dtype: torch.dtype) -> PreTrainedModel:
-    """Of the proportions of real models, as the family initialises them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "qwen3_5_text",
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    )
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config).to(dtype)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "boundary"),
@@ -187,7 +165,10 @@ def wide_hybrid(dtype: torch.dtype) -> PreTrainedModel:
 )
 def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -> None:
     config = Config(sharing="group", boundary=boundary, max_microbatch_tokens=600)  # type: ignore[arg-type]
-    report = wrap(wide_hybrid(dtype), config).verify(
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    model = real_model("qwen3_5_text", dtype, num_hidden_layers=4, **linear)
+    report = wrap(model, config).verify(
         expert_batch(vocab=512, prompt=200, response=(30, 60)), losses.GRPO()
     )
     assert report.passed, report.table()

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_models import lora
+from host_models import lora, real_model
 from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
 from forkpoint.losses import Denominators
@@ -41,23 +41,6 @@ def tiny_report(family: str, dtype: torch.dtype, config: Config, *, seed: int = 
     return wrap(model, config).verify(forked_batch(seed=seed), LOSS)
 
 
-def real_model(family: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Two layers of width 128 as the family initialises them."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config).to(dtype)
-
-
 def real_batch(seed: int = 1) -> RolloutBatch:
     """Two groups of eight: prompts of 300 tokens, responses of 50 to 100."""
     rng = np.random.default_rng(seed)
@@ -73,31 +56,6 @@ def real_batch(seed: int = 1) -> RolloutBatch:
 
 
 # What is exact passes ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "config"),
-    [("llama", torch.float64, TREE_IN_ROW), ("qwen3", torch.float32, Config())],
-)
-def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Config) -> None:
-    """In float32 one rounding can decide over so few tokens, and each CPU has its own: of several
-    models and batches two have to pass, and what is wrong passes none."""
-    reports = [tiny_report(family, dtype, config)]
-    while dtype == torch.float32 and sum(r.passed for r in reports) < 2 and len(reports) < 5:
-        reports.append(tiny_report(family, dtype, config, seed=len(reports)))
-    report = reports[0]
-    wanted = 1 if dtype == torch.float64 else 2
-    assert sum(r.passed for r in reports) >= wanted, report.table()
-    assert report.logical_tokens == 184
-    assert report.nearest.counts.computed_tokens == 60
-    assert (report.dtype, report.reference_dtype) == (str(dtype).removeprefix("torch."), "float64")
-    if dtype == torch.float64:
-        assert report.nearest.shared_error < 1e-13
-        assert report.dense_error == 0  # ordinary training is its own reference
-    else:
-        # If the reference were computed in float32 too, dense would have no error.
-        assert 1e-7 < report.dense_error < 1e-5
-        assert 1e-7 < report.nearest.shared_error < 1e-5
 
 
 @pytest.mark.slow
@@ -246,6 +204,8 @@ def test_a_gradient_that_should_not_be_there_fails(tampered: Any) -> None:
 def test_the_report_as_a_table_and_as_json(tampered: Any) -> None:
     tampered(scaled(1.5, only="layers.1.mlp.down_proj"))
     report = tiny_report("qwen3", torch.float32, ACROSS)
+    # If the reference were computed in float32 too, dense would have no error.
+    assert report.reference_dtype == "float64" and 1e-7 < report.dense_error < 1e-5
     first = next(line for line in report.table(width=200).splitlines() if "weight" in line)
     assert "model.layers.1.mlp.down_proj.weight" in first
     assert sum(".weight" in line for line in report.table(most=2).splitlines()) == 2
@@ -446,7 +406,7 @@ def test_a_budget_for_one_rollout_at_a_time_leaves_sharing_within_out() -> None:
     assert left.reason.startswith("microbatches of 4") and "share nothing within" in left.reason
 
 
-# Memory and progress -----------------------------------------------------------------------------
+# Memory ------------------------------------------------------------------------------------------
 
 
 def model_for_ways(family: str) -> PreTrainedModel:
@@ -516,11 +476,3 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Comparison, "single_runs", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1
-
-
-def test_progress_names_the_runs() -> None:
-    seen: list[str] = []
-    policy = wrap(tiny_model("qwen3", dtype=torch.float32))
-    policy.verify(forked_batch(), LOSS, progress=seen.append)
-    runs = ("reference", "dense", "within", "across")
-    assert seen == [f"{name} ({number} of 4)" for number, name in enumerate(runs, start=1)]
