@@ -1,7 +1,6 @@
 """Groups at several temperatures: the body runs once, and all numbers are dense training's."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,6 @@ from steps import clear_gradients, forked_batch, gradients, with_options
 from test_critics import critic, values_of, with_values
 from yardstick import (
     BAR,
-    Truth,
     Variant,
     faults_of_steps,
     label,
@@ -26,7 +24,6 @@ from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.engine.microbatches import prepare_microbatches
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import lifted_upcasts
-from lanes import slow_besides_every
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 
@@ -44,10 +41,6 @@ CONFIGS: tuple[Config, ...] = (
     Config(sharing="tree", boundary="across", max_microbatch_tokens=LIMIT, activations="recompute"),
     Config(sharing="tree", boundary="within", head_logits="keep", head_chunk_tokens=5),
 )
-OBJECTIVES: dict[str, Any] = {
-    **{name: LOSSES[name] for name in ("grpo", "gspo", "coupled", "entropy", "coupled_entropy")},
-    "distillation": losses.Distillation(),
-}
 MODEL = Variant("llama")
 
 
@@ -67,26 +60,11 @@ def mixed_batch() -> RolloutBatch:
     return RolloutBatch([*rollouts[:4], replace(rollouts[4], loss_mask=mask), *rollouts[5:]])
 
 
-@cache
-def truth(loss: str) -> Truth:
-    """The dense run of the mixed batch, one rollout after the other."""
-    built, batch = MODEL.build(), mixed_batch()
-    return measure(
-        built, with_logprobs(batch, own_logprobs(built, batch)), as_loss(OBJECTIVES[loss])
-    )
-
-
-@pytest.mark.parametrize("loss", slow_besides_every(5, OBJECTIVES))
-def test_steps_are_those_of_dense_training(loss: str) -> None:
-    faults, plans = faults_of_steps(MODEL.build(), truth(loss), OBJECTIVES[loss], CONFIGS)
-    assert not faults, "\n".join(faults[:20])
-    passes = {plan.program.has_scores for plan in plans}
-    coupled = as_loss(OBJECTIVES[loss]).decomposition != "token"
-    assert passes == {False, coupled}
-
-
-def test_scores_entropies_and_logprobs() -> None:
-    expected, model, faults = truth("entropy"), MODEL.build(), []
+def test_steps_scores_entropies_and_logprobs() -> None:
+    model, loss = MODEL.build(), LOSSES["entropy"]
+    batch = with_logprobs(mixed_batch(), own_logprobs(model, mixed_batch()))
+    expected = measure(model, batch, as_loss(loss))
+    faults, _ = faults_of_steps(model, expected, loss, CONFIGS)
     weights = torch.randn(expected.batch.logical_tokens, dtype=torch.float64)
     found: dict[str, Any] = {}
     with lifted_upcasts(model):
