@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forkpoint import Plan, Policy, Rollout, RolloutBatch, StepStats, wrap
+from forkpoint import Rollout, RolloutBatch, wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
-from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
+from forkpoint.engine.route_replay import ForcedRoutes, Routes
 from forkpoint.hosts.routers import force_routers, routers_of_copy
-from forkpoint.losses.base import Loss
-from forkpoint.step.request import ComparedRequest
-from forkpoint.step.run import finish_training, run
 
 TWO_OF_EIGHT = {"num_experts_per_tok": 2, "num_local_experts": 8}
 SMALL = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 32}
@@ -160,13 +157,3 @@ def forced(
         run = ForcedRoutes(routes, len(routers), torch.device("cpu"), record=record)
         force_routers(routers_of_copy(routers, model), run.choose, changes)
         yield run
-
-
-def forced_step(
-    policy: Policy, batch: RolloutBatch, loss: Loss, plan: Plan, routes: Routes
-) -> tuple[StepStats, RouteReplay]:
-    """A step of the plan that is forced to the routes."""
-    routers = found_routers(policy.host.model)
-    replay = RouteReplay(routes, len(routers), policy.host.device, plan)
-    request = ComparedRequest(batch=batch, loss=loss, plan=plan, replay=replay)
-    return run(policy, request, finish_training), replay

@@ -1,5 +1,6 @@
 """Activations of mixtures of experts: what autograd saves, and what the planner predicts of it."""
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -28,33 +29,22 @@ IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
 MEASURED = [f for f in FAMILIES if f != "granitemoehybrid"]
 
 
-class Saved:
-    """Within it bytes that autograd saves, storage by storage, are counted but for some tensors."""
+def saved_bytes(model: nn.Module, run: Callable[[Tensor], object], x: Tensor) -> int:
+    """What autograd saves of a run, storage by storage, but for its input and the model's own."""
+    ours = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no storage takes another's place
 
-    def __init__(self, model: nn.Module, *others: Tensor) -> None:
-        ours = [*model.parameters(), *model.buffers(), *others]
-        self._ours = {tensor.untyped_storage().data_ptr() for tensor in ours}
-        self._found: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that no storage takes another's place
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+    def pack(saved: Tensor) -> Tensor:
+        alive.append(saved)
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in ours:
+            found[storage.data_ptr()] = storage.nbytes()
+        return saved
 
-    def _pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        self._alive.append(x)
-        if storage.data_ptr() not in self._ours:
-            self._found[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def __enter__(self) -> "Saved":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-    @property
-    def per_token(self) -> float:
-        return sum(self._found.values()) / TOKENS
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        run(x)
+    return sum(found.values())
 
 
 def mixture(family: str, implementation: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
@@ -92,15 +82,14 @@ def test_a_layer_of_experts_keeps_what_is_predicted(
     block = host.blocks[-1]
     experts = next(getattr(block, name) for name in MLP_NAMES if hasattr(block, name))
     x = torch.randn(1, TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
-    with Saved(model, x) as saved:
-        experts(x)
+    per_token = saved_bytes(model, experts, x) / TOKENS
     # Of the layers with experts alone: `intermediate` is a mean over all.
     width = ModelShape.from_config(
         {**model.config.to_dict(), "first_k_dense_replace": 0}
     ).intermediate
     shape = host.shape
     predicted = (4 * width + shape.expert_activations) * shape.dtype_bytes + shape.router_bytes
-    assert predicted == pytest.approx(saved.per_token, rel=0.05)
+    assert predicted == pytest.approx(per_token, rel=0.05)
 
 
 def test_the_shape_of_a_large_mixture() -> None:
