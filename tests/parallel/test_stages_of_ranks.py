@@ -103,31 +103,22 @@ RECOMPUTED = replace(DEEP, activations="recompute")
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
 CASES: dict[str, Case] = {
     "two passes": of(loss=GSPO()),
-    "four": of(pp=4),
     "tied, four": of(pp=4, sizes=TIED),
-    "recomputed": of(config=RECOMPUTED),
     # The longer stage comes first, and repeats forwards after the next stage has.
     "recomputed, unequal": of(
         layers=3, config=RECOMPUTED, rollouts=([*group(2, 2, 90, 4), *group(9, 1, 14, 4)],)
     ),
     "hosted": of(config=HOSTED),
     "own checkpoints": of(alone=checkpointed),
-    "accumulated": of(steps=3),
-    "first frozen": of(alone=frozen_but(3)),
-    "last frozen": of(alone=frozen_but(0)),
     "middle alone": of(pp=4, alone=frozen_but(1)),
-    "logprobs": of(step=through_logprobs),
     "logprobs, last frozen": of(step=through_logprobs, alone=frozen_but(0)),
     "a function": of(loss=own_loss),
     "adapters": of(alone=adapted),
-    "adapters of embeddings": of(pp=3, around=adapted_embeddings),
     "adapters of tied embeddings": of(pp=3, around=adapted_embeddings, sizes=TIED),
     "trained copies of embeddings": of(around=saved_embeddings),
-    "no sharing": of(config=Config(sharing="none")),
     "within": of(config=Config(sharing="tree", boundary="within")),
     "mixed": of(config=replace(DEEP, boundary="mixed")),
     "float32 sums": of(config=replace(DEEP, grad_accumulation_dtype="float32")),
-    "values": of(make=critic, loss=ValueLoss(), rollouts=(valued(group(0, 9, 20, 8)),)),
     "values, adapters": of(
         make=critic,
         around=adapted_critic,
@@ -137,11 +128,7 @@ CASES: dict[str, Case] = {
     "data": of_data(loss=GSPO()),
     # No weights of the last stage train, and those of the first are sharded.
     "data, last frozen": of_data(alone=frozen_but(0)),
-    "data, replicated": of_data(hold=over_replicas),
     "data, a rank without rollouts": of_data(rollouts=EMPTY),
-    "data, replicated, a rank without rollouts": of_data(
-        hold=over_replicas, rollouts=EMPTY, loss=GSPO()
-    ),
     "data, replicated, first frozen": of_data(hold=over_trained_replicas, alone=frozen_but(3)),
     "data, replicated, last frozen": of_data(
         hold=over_trained_replicas, alone=frozen_but(0), rollouts=EMPTY, loss=own_loss
@@ -150,21 +137,15 @@ CASES: dict[str, Case] = {
         cp=2, hold=over_trained_replicas, alone=frozen_but(3)
     ),
     "data, tied, three stages": of_data(pp=3, sizes=TIED),
-    "data, replicated, tied": of_data(hold=over_replicas, sizes=TIED),
     "data, hosted": of_data(config=HOSTED),
     "data, accumulated": of_data(steps=2),
-    "data, a function": of_data(loss=own_loss),
     "data, replicated, a function": of_data(hold=over_replicas, loss=own_loss),
-    "context": of_split(cp=2),
     "context, replicated": of_split(cp=2, hold=over_replicas),
     "context, two passes": of_split(cp=2, loss=GSPO()),
-    "context, tied": of_split(cp=2, sizes=TIED),
     "context, experts": of_split(cp=2, **EXPERTS),
     "context, recomputed": of_split(cp=2, config=RECOMPUTED),
     "tensor, two passes": of_split(tp=2, loss=GSPO()),
-    "tensor, tied": of_split(tp=2, sizes=TIED),
     "tensor, recomputed": of_split(tp=2, config=RECOMPUTED),
-    "tensor, experts": of_split(tp=2, **EXPERTS),
     "experts": of_split(tp=2, ep=2, **EXPERTS),
     "tensor, three stages": of_split(tp=2, pp=3),
     "loaded in stages": of_split(options={"tp_size": 1, "pp_size": 3}, mesh={"pp": 3}, pp=3),
