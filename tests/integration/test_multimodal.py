@@ -185,12 +185,6 @@ def test_a_tower_that_trains_alone_is_refused() -> None:
     policy.forward_backward(BATCH, GRPO())
 
 
-def test_load_balancing_is_not_left_out() -> None:
-    model = tiny_multimodal("qwen3_vl_moe", output_router_logits=True)
-    with pytest.raises(UnsupportedError, match="output_router_logits=True"):
-        wrap(model).forward_backward(BATCH, GRPO())
-
-
 def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
     """AutoModelForCausalLM gives the multimodal class of Gemma 3, and names stay those of it."""
     model = tiny_multimodal("gemma3", dtype=torch.float32)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from mixed_calls import MixedCalls, mixed, stock
 from processes import run_ranks
 from scenarios_of_ranks import (
@@ -21,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.fsdp_versions import groups_of
 from watched import watched
 
@@ -194,21 +192,3 @@ def test_a_plan_that_fails_leaves_the_stock_term(wrap: Any) -> None:
     for notes, gradients, error in run_ranks(2, failing_beside_stock, wrap):
         assert gradients == "unchanged" and error < BAR
         assert "other terms of the loss" in notes
-
-
-def refused_beside_stock() -> tuple[str, bool]:
-    calls = MixedCalls(Scenario(wrap=replicated))
-    value = calls._own()
-    (value + stock(calls.model, calls.rank)).backward(retain_graph=True)
-    before = [p.grad.clone() for p in calls.inner.parameters()]
-    with pytest.raises(UnsupportedError) as caught:
-        value.backward()
-    said = str(caught.value)
-    same = [torch.equal(p.grad, g) for p, g in zip(calls.inner.parameters(), before, strict=True)]
-    return said, all(same)
-
-
-@pytest.mark.slow
-def test_a_second_backward_is_refused() -> None:
-    for said, same in run_ranks(2, refused_beside_stock):
-        assert "ran already" in said and same

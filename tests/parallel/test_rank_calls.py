@@ -104,40 +104,6 @@ def test_denominators_that_are_given_and_nothing_trained(wrap: Any) -> None:
         assert off < BAR and zeros == 0
 
 
-# Mixed precision
-# ------------------------------------------------------------
-
-
-def in_bfloat16(gather: Any) -> tuple[float, float]:
-    """Errors against float64: of two ranks with bfloat16 parameters, and of one process."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    make = Scenario().make
-
-    def made(dtype: torch.dtype) -> Any:
-        torch.manual_seed(0)
-        model = make().to(dtype)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(torch.bfloat16))
-        return model
-
-    ranks = on_ranks(sharded(made(torch.float32), mp_policy=policy), DEEP, gather)
-    ranks.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
-    whole = RolloutBatch([r for part in UNEQUAL for r in part])
-    narrow = forkpoint.wrap(made(torch.bfloat16), DEEP)
-    narrow.forward_backward(whole, GRPO())
-    exact = forkpoint.wrap(made(torch.float64), DEEP)
-    exact.forward_backward(whole, GRPO())
-    return apart(ranks, exact), apart(narrow, exact)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gather", ["microbatch", "step"])
-def test_parameters_in_bfloat16_reduced_in_float32(gather: str) -> None:
-    for ranks, narrow in run_ranks(2, in_bfloat16, gather):
-        assert ranks < 1.1 * narrow
-
-
 # Refusals, the same on all ranks
 # ------------------------------------------------------------
 

@@ -47,8 +47,6 @@ from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO, ValueLoss
 from forkpoint.parallel import watch
-from forkpoint.plan import stage_sizes
-from forkpoint.plan.pipeline import order_stages
 from forkpoint.plan.pricing import meters
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from versions import needs_splits
@@ -235,41 +233,8 @@ def test_each_stage_has_an_order_of_its_own() -> None:
     assert [e for e in first if "forward" in e] == [e for e in second if "forward" in e]
 
 
-# Faults, each of which leaves other gradients or is refused
+# What is refused
 # ------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_gradients_that_are_taken_in_another_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages have no tags, so each is taken for the one that is expected."""
-    roots = StageLinks.roots
-
-    def swapped(self: StageLinks, instruction: Any) -> Any:
-        if len(self._expected) > 1 and not self._pending:
-            self._expected[-2:] = reversed(self._expected[-2:])
-        return roots(self, instruction)
-
-    monkeypatch.setattr(StageLinks, "roots", swapped)
-    with pytest.raises((AssertionError, RankFailed)):
-        check(of(), tmp_path)
-
-
-@pytest.mark.slow
-def test_orders_that_differ_between_data_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One data rank runs each backward as soon as it can, and the other the order of one device:
-    fully_shard gathers weights of other blocks than it takes them for."""
-
-    def own(work: Any, budget: Any) -> Any:
-        return order_stages(work, [0.0] * work.stages if dist.get_rank() % 2 else None)
-
-    monkeypatch.setattr(stage_sizes, "schedule_stages", own)
-    flat = tuple(group(seed, 9, 30, 20) for seed in (2, 3))
-    with pytest.raises((AssertionError, RankFailed)):
-        check(of_data(rollouts=flat, config=replace(DEEP, max_microbatch_tokens=32)), tmp_path)
 
 
 def divided_otherwise(folder: Path, case: Case) -> str:
