@@ -146,8 +146,10 @@ def on_ranks(
     return forkpoint.wrap(model, config)
 
 
-def compared(scenario: Scenario) -> dict[str, Any]:
-    """Run the scenario on this rank; differences from one process, the same on all ranks."""
+def compared(scenario: Scenario, before: Sequence[list[Rollout]] = ()) -> dict[str, Any]:
+    """Run the scenario on this rank, after a step of other rollouts if these are given; differences
+    from one process, the same on all ranks."""
+    steps = [*([before] if before else []), *[scenario.rollouts] * scenario.steps]
     rank = dist.get_rank()
     model, other = model_of(scenario), model_of(scenario)
     names = [name for name, _ in model.named_parameters()]
@@ -155,11 +157,12 @@ def compared(scenario: Scenario) -> dict[str, Any]:
     with lifted_upcasts(model), lifted_upcasts(other):
         policy = on_ranks(scenario.wrap(model), scenario.config, scenario.gather)
         own = RolloutBatch(scenario.rollouts[rank])
-        stats = [policy.forward_backward(own, scenario.loss) for _ in range(scenario.steps)][-1]
+        for parts in steps:
+            stats = policy.forward_backward(RolloutBatch(parts[rank]), scenario.loss)
         found = gradients(model)
         alone = forkpoint.wrap(other, replace(scenario.config, split="auto"))
-        whole = RolloutBatch([r for part in scenario.rollouts for r in part])
-        for _ in range(scenario.steps):
+        for parts in steps:
+            whole = RolloutBatch([r for part in parts for r in part])
             wanted = alone.forward_backward(whole, scenario.loss)
     expected = gradients(other)
     return {
@@ -173,6 +176,7 @@ def compared(scenario: Scenario) -> dict[str, Any]:
         "computed": stats.computed_tokens,
         "unique": wanted.computed_tokens,
         "gather": stats.plan.gather,
+        "left out": stats.plan.left_out,
         "shared": stats.computed_tokens < max(1, stats.logical_tokens),
     }
 

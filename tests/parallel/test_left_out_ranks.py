@@ -1,21 +1,20 @@
-"""Rollouts without gradient are left out on ranks as well, and every rank joins what others do."""
+"""Rollouts without gradient are left out on ranks as well, and every rank joins what others do.
+
+That one process leaves them out exactly: `tests/integration/test_left_out.py`.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
     UNEQUAL,
     Scenario,
-    distance,
-    gradients,
+    compared,
     group,
-    model_of,
-    on_ranks,
     replicated,
 )
 from test_prompt_exchange import MIXED, TWO
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.losses import GRPO, GSPO, Loss
-from forkpoint.testing import dense_run, lifted_upcasts
 from lanes import slow_besides
 
 
@@ -38,42 +36,6 @@ def zero(rollouts: list[Rollout], *which: int) -> list[Rollout]:
         mask = np.append(rollout.loss_mask, [False] * 3)
         found.append(replace(rollout, token_ids=ids, loss_mask=mask, advantage=advantage))
     return found
-
-
-def against_dense(scenario: Scenario, before: bool = False) -> dict[str, Any]:
-    """A step on this rank beside ordinary training in one process with all rollouts."""
-    rank = dist.get_rank()
-    model, other = model_of(scenario), model_of(scenario)
-    names = [name for name, _ in model.named_parameters()]
-    with lifted_upcasts(model), lifted_upcasts(other):
-        policy = on_ranks(scenario.wrap(model), scenario.config, scenario.gather)
-        own = RolloutBatch(scenario.rollouts[rank])
-        whole = RolloutBatch([r for part in scenario.rollouts for r in part])
-        if before:  # a step that has something to train
-            first = RolloutBatch(UNEQUAL[rank])
-            policy.forward_backward(first, scenario.loss)
-        stats = policy.forward_backward(own, scenario.loss)
-        found = gradients(model)
-        dense = dense_run(other, whole, scenario.loss)
-        wanted = dense.gradients
-        if before:
-            both = RolloutBatch([r for part in UNEQUAL for r in part])
-            more = dense_run(other, both, scenario.loss).gradients
-            wanted = {n: _sum(wanted[n], more[n]) for n in wanted}
-    same = all((found[n] is None) == (wanted[n] is None) for n in names)
-    return {
-        "error": distance(found, wanted, names),
-        "kinds": same,
-        "loss": abs(stats.loss - dense.loss),
-        "computed": stats.computed_tokens,
-        "left out": stats.plan.left_out,
-        "split": stats.plan.split,
-        "events": len(stats.events),
-    }
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
 
 
 FIRST = (zero(UNEQUAL[0]), zero(UNEQUAL[1], 1, 2))
@@ -93,11 +55,11 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", slow_besides(("fully_shard, a rank without",), SCENARIOS))
-def test_gradients_are_those_of_ordinary_training(name: str) -> None:
+def test_gradients_are_those_of_one_process(name: str) -> None:
     scenario = SCENARIOS[name]
-    for rank, found in enumerate(run_ranks(2, against_dense, scenario)):
+    for rank, found in enumerate(run_ranks(2, compared, scenario)):
         assert found["error"] < BAR and found["loss"] < BAR, (rank, found)
-        assert found["kinds"], rank
+        assert found["same have none"], rank
         lengths = [len(r) for r in scenario.rollouts[rank]]
         away = found["left out"]
         assert away.tokens > 0 or scenario.rollouts[rank] is UNEQUAL[1]
@@ -112,8 +74,8 @@ def test_gradients_are_those_of_ordinary_training(name: str) -> None:
     "name", ["fully_shard, a rank without", "fully_shard, all", "DistributedDataParallel, all"]
 )
 def test_gradients_that_are_there_are_kept(name: str) -> None:
-    for found in run_ranks(2, against_dense, SCENARIOS[name], True):
-        assert found["error"] < BAR and found["kinds"], found
+    for found in run_ranks(2, compared, SCENARIOS[name], UNEQUAL):
+        assert found["error"] < BAR and found["same have none"], found
 
 
 @pytest.mark.slow
@@ -125,9 +87,9 @@ def test_prompts_are_exchanged_of_what_runs(loss: Any, gather: Any) -> None:
     assert [r.group_id for r in second] == ["group 0"] * 2 + ["group 1"] * 2 + ["group 4"]
     assert first[3].group_id == "group 1"
     scenario = Scenario(config=MIXED, rollouts=(first, second), loss=loss, gather=gather)
-    for found in run_ranks(2, against_dense, scenario):
+    for found in run_ranks(2, compared, scenario):
         assert found["split"] == "exchange"
-        assert found["error"] < BAR and found["loss"] < BAR and found["kinds"], found
+        assert found["error"] < BAR and found["loss"] < BAR and found["same have none"], found
 
 
 @dataclass(frozen=True)
@@ -149,6 +111,6 @@ class OfAllRanks(Loss):
 def test_rollouts_coupled_over_ranks_all_run() -> None:
     """Of the first rank alone all terms would seem to be zero."""
     scenario = Scenario(rollouts=(zero(group(0, 2, 9, 5)), group(1, 2, 9, 5)), loss=OfAllRanks())
-    for found in run_ranks(2, against_dense, scenario):
+    for found in run_ranks(2, compared, scenario):
         assert found["error"] < BAR and found["loss"] < BAR, found
         assert found["left out"].rollouts == 0 and found["computed"] > 0
