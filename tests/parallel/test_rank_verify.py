@@ -48,7 +48,6 @@ from forkpoint.testing import tiny_model
 from forkpoint.verify.dense import DenseRouters
 from media_scenes import tool_tree
 from multimodal_models import tiny_multimodal
-from versions import needs_splits
 
 ANY = Config(compile_blocks=False)
 
@@ -275,26 +274,6 @@ def test_what_cannot_be_verified_is_refused_on_all_ranks(tmp_path: Path) -> None
     assert second[1].startswith("RolloutError")
     assert first[2].startswith("RankError: rank 1 failed") and "of the test" in first[2]
     assert second[2] == "ZeroDivisionError: of the test"
-
-
-def refused_of_one_copy(folder: Path, case: Case) -> list[str]:
-    policy, rank = on_rank(folder, case).policy, dist.get_rank()
-    rollouts = case.rollouts[0]
-    other = [replace(rollouts[0], advantage=9.0), *rollouts[1:]] if rank else rollouts
-    bad = [replace(rollouts[0], token_ids=rollouts[0].token_ids + 10**6 * rank)]
-    return [answer(policy, given, GRPO()) for given in (other, UNEQUAL[rank], bad, rollouts)]
-
-
-@needs_splits
-@pytest.mark.slow
-def test_ranks_of_one_copy_have_one_batch_to_verify(tmp_path: Path) -> None:
-    for rank, found in enumerate(on_ranks_of(of_one(**TP2), tmp_path, refused_of_one_copy)):
-        for text in found[:2]:
-            assert text.startswith("RankError: ranks 0 and 1 hold one copy"), found
-            assert "different batches" in text
-        kind = "RolloutError" if rank else "RankError: rank 1 failed"
-        assert found[2].startswith(kind), found
-        assert found[3] == "passed"
 
 
 def refused_routers(folder: Path, case: Case) -> list[str]:

@@ -93,32 +93,6 @@ def test_ranks_of_one_copy_have_the_same_batch(tmp_path: Path) -> None:
         assert error < BAR
 
 
-def restored(folder: Path) -> tuple[str, str, float]:
-    """A step fails after gradients of an earlier one were there."""
-    config = replace(DEEP, restore_grads=True)
-    policy = forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), config)
-    cleared = forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), DEEP)
-    batch = RolloutBatch(UNEQUAL[0])
-    for each in (policy, cleared):
-        each.forward_backward(batch, GRPO())
-    before = {k: None if g is None else g.clone() for k, g in gradients(policy.host.model).items()}
-    outcomes = []
-    for each in (policy, cleared):
-        said(lambda each=each: each.forward_backward(batch, Failing()))
-        outcomes.append(each.last_step.gradients)  # type: ignore[union-attr]
-    kept = [p.grad for p in cleared.host.model.parameters() if p.grad is not None]
-    assert not kept
-    after = gradients(policy.host.model)
-    return outcomes[0], outcomes[1], distance(after, before, list(before))
-
-
-@pytest.mark.slow
-def test_a_failed_step_puts_back_all_gradients_or_none(tmp_path: Path) -> None:
-    """Also those that are summed up apart."""
-    for found in run_ranks(2, restored, SPLIT.save(tmp_path)):
-        assert found == ("unchanged", "cleared", 0.0)
-
-
 def refused_models(folder: Path) -> dict[str, str]:
     def whole_head() -> None:
         plan = {"lm_head": "replicate", "model.embed_tokens": "embedding_colwise"}
