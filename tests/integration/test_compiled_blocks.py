@@ -16,6 +16,11 @@ from forkpoint.testing import tiny_model
 from multimodal_models import tiny_multimodal
 from versions import eager_experts
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("graphs_alone"),
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler looks at what warns
+]
 CHAIN = replace(ACROSS, max_microbatch_tokens=12)
 OPTIONS: dict[str, Config] = {
     "one microbatch a segment": ACROSS,
@@ -44,9 +49,6 @@ def check_same(model: Any, config: Config, batch: RolloutBatch) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize(
     ("family", "name"), list(product(("gemma3_text", "gpt_oss"), ("chains", "within")))
 )
@@ -65,9 +67,6 @@ def test_a_block_is_one_graph_and_exact(
     assert "failed" not in caplog.text, "no block falls back"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["chains", "blocks checkpointed"])
 @pytest.mark.parametrize("family", ["gemma4", "llama4"])
 def test_layers_that_read_places_and_other_layers(
@@ -80,9 +79,6 @@ def test_layers_that_read_places_and_other_layers(
     assert "failed" not in caplog.text, "no block falls back"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("learns", ["all", "upper layers", "queries"])
 def test_every_way_of_keeping_activations(

@@ -107,6 +107,15 @@ def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch)
         assert step_error(model, BATCH, LOSS, config) < 1e-10
 
 
+@pytest.mark.usefixtures("without_lists")
+def test_small_effects_are_found() -> None:
+    """The limit in docs/howto/verify.md: ten times what a rounding of the embeddings does."""
+    model = tiny_model("llama", dtype=torch.float32)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * (1 + 1e-5))
+    with pytest.raises(UnsupportedError, match="differ from the model's"):
+        wrap(model, ACROSS).score(BATCH)
+
+
 def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> selfcheck.SampleComparison:
     host, config = policy.host, policy.config
     return Transaction(host.device).run(
