@@ -30,7 +30,7 @@ MEASURED = [f for f in FAMILIES if f != "granitemoehybrid"]
 
 
 def saved_bytes(model: nn.Module, run: Callable[[Tensor], object], x: Tensor) -> int:
-    """What autograd saves of a run, storage by storage, but for its input and the model's own."""
+    """Bytes of storages that autograd saves in a run, but for its input and the model's own."""
     ours = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
     found: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no storage takes another's place

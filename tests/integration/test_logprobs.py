@@ -27,9 +27,8 @@ BATCH = forked_batch()
 MASK = torch.tensor(BATCH.loss_mask)
 OWNER = torch.tensor(np.repeat(np.arange(len(BATCH)), BATCH.lengths))
 ADVANTAGE = torch.tensor(BATCH.advantages)[MASK]
-assert BATCH.old_logprobs is not None and BATCH.reference_logprobs is not None
+assert BATCH.old_logprobs is not None
 OLD = torch.tensor(BATCH.old_logprobs)
-REFERENCE = torch.tensor(BATCH.reference_logprobs)
 MODES = [
     Config(sharing="tree", boundary="across", max_microbatch_tokens=12),
     Config(sharing="tree", boundary="within"),
@@ -56,13 +55,6 @@ def ppo_clip(lp: Tensor, _: Tensor) -> Tensor:
     return -torch.minimum(ratio * ADVANTAGE, ratio.clamp(0.8, 1.2) * ADVANTAGE).mean()
 
 
-def kto(lp: Tensor, _: Tensor) -> Tensor:
-    reward = sums(lp) - sums(REFERENCE)
-    anchor = reward.mean().clamp(min=0).detach()
-    sign = torch.where(torch.arange(len(BATCH)) % 2 == 0, 1.0, -1.0)
-    return (1 - torch.sigmoid(0.1 * sign * (reward - anchor))).mean()
-
-
 def entropy_bonus(lp: Tensor, entropies: Tensor) -> Tensor:
     return -(lp[MASK] * ADVANTAGE).mean() - 0.1 * entropies[MASK].mean()
 
@@ -72,7 +64,7 @@ def listwise(lp: Tensor, entropies: Tensor) -> Tensor:
     return -means(lp).log_softmax(0)[0] + means(entropies).square().sum()
 
 
-LOSSES = [ppo_clip, kto, entropy_bonus, listwise]
+LOSSES = [ppo_clip, entropy_bonus, listwise]
 
 
 def stock_values(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,13 @@ MODELS: tuple[Kind, ...] = (
             [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], gather="auto"
         ),
     ),
+    Kind(
+        error=RankError,
+        message="rank 1 cannot run this step, so no rank does, and gradients are unchanged: of the",
+        call=lambda: agreed(
+            [Proposal("score"), Proposal("score", "of the test.")], 0, [0, 1], gather="auto"
+        ),
+    ),
     model_kind(
         lambda m: MyLlama(m.config),
         message="bad_inputs.models.MyLlama (model_type 'llama') has not been shown exact;",
