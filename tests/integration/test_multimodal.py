@@ -12,7 +12,6 @@ from peft import PeftModel
 from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
 from test_images import gradients_by_rollout, tower, weighted
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.hosts.transformers import calls
@@ -183,19 +182,6 @@ def test_a_tower_that_trains_alone_is_refused() -> None:
         policy.forward_backward(BATCH, GRPO())
     model.lm_head.weight.requires_grad_()
     policy.forward_backward(BATCH, GRPO())
-
-
-def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
-    """AutoModelForCausalLM gives the multimodal class of Gemma 3, and names stay those of it."""
-    model = tiny_multimodal("gemma3", dtype=torch.float32)
-    policy = wrap(model)
-    policy.forward_backward(BATCH, GRPO())
-    names = set(model.state_dict())
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert type(loaded) is type(model) and set(loaded.state_dict()) == names
-    wrap(loaded.train()).forward_backward(BATCH, GRPO())
-    assert relative_distance(gradients(loaded), gradients(model)) < 2e-5
 
 
 @pytest.mark.parametrize("family", slow_besides(FAST, MULTIMODAL))

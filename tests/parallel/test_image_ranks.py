@@ -15,7 +15,6 @@ from scenarios_of_ranks import (
     Scenario,
     compared,
     replicated,
-    said,
     sharded,
     through_logprobs,
 )
@@ -23,7 +22,7 @@ from test_dealt_leaves import dealt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from forkpoint import Config, RolloutBatch, wrap
+from forkpoint import Config
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GSPO
 from forkpoint.rollouts.rollout import Rollout
@@ -143,19 +142,6 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
             assert found["exchanges"]
         if "lockstep" in name:
             assert found["gather"] == "microbatch"
-
-
-def text_below_a_frozen_model() -> str:
-    model = qwen3_vl()
-    frozen_text(model)
-    policy = wrap(by_blocks(model))
-    return said(lambda: policy.forward_backward(RolloutBatch(TEXT[1]), GSPO()))
-
-
-@pytest.mark.slow
-def test_text_on_every_rank_needs_a_language_model_that_trains() -> None:
-    for message in run_ranks(2, text_below_a_frozen_model):
-        assert "no parameter that these rollouts run requires a gradient" in message, message
 
 
 # Microbatches that lie on several ranks: each encodes all images

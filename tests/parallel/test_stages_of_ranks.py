@@ -1,7 +1,6 @@
 """Stages of a pipeline, alone and of data, context, tensor and expert ranks, leave the gradients of
 one process."""
 
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases_of_ranks import (
     MIXTURE,
     Case,
@@ -22,7 +20,7 @@ from cases_of_ranks import (
     over_trained_replicas,
 )
 from peft import LoraConfig, get_peft_model
-from processes import RankFailed, run_ranks
+from processes import run_ranks
 from scenarios_of_ranks import (
     DEEP,
     EMPTY,
@@ -43,12 +41,11 @@ from torch.distributed.fsdp import FSDPModule
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO, ValueLoss
-from forkpoint.parallel import watch
 from forkpoint.plan.pricing import meters
-from forkpoint.testing import ReadOnlyHook, tiny_model
+from forkpoint.testing import tiny_model
 from versions import needs_splits
 
 ROLLOUTS = [*tree(3, 4), *group(0, 8, 20, 8), *group(1, 5, 14, 9)]
@@ -366,33 +363,3 @@ def test_layouts_that_are_not_those_of_the_mesh(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(4, loaded_otherwise, case.save(tmp_path), case)):
         assert "wrap was given no mesh with the dimension 'pp'" in found[0]
         assert f"and transformers has loaded stage {rank} of 4" in found[1]
-
-
-def fails(rank: int) -> str:
-    model = made()
-    policy = forkpoint.wrap(model, replace(DEEP, self_check=False), mesh=mesh_of(2))
-    stepped(policy)
-
-    def hook(*_: Any) -> None:
-        if dist.get_rank() == rank:
-            raise MemoryError("of the test")
-
-    model.model.layers[3 * rank].register_forward_pre_hook(ReadOnlyHook(hook))
-    try:
-        stepped(policy)
-    except (MemoryError, ForkpointError) as error:
-        time.sleep(4)  # the other rank ends meanwhile
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_that_fails_ends_the_others(
-    quick: None, rank: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_ranks(2, fails, rank)
-    assert "killed after" not in str(failed.value)
-    assert f"rank {1 - rank}: ended with exit status {watch.EXIT_CODE}" in str(failed.value)
-    assert f"rank {rank}: MemoryError: of the test" in capfd.readouterr().err
