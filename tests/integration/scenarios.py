@@ -8,17 +8,24 @@ with its own mask, advantage and old log-prob.
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 from torch import Tensor
 
-from forkpoint import Rollout, RolloutBatch
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import DPO, GRPO, GSPO, LogLikelihood, LossBatch, LossOutputs
 from forkpoint.losses.base import Loss
 
 WARM = 0.7
 TIGHT, CHAIN = 24, 8
 """Tokens a row: the longest rollout fits and no tree does; not even a shared prompt does."""
+
+SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
+BOUNDARIES: tuple[Boundary, ...] = ("within", "across", "mixed")
+EVERY = tuple(Config(sharing=s, boundary=b) for s, b in product(SHARINGS, BOUNDARIES))
+"""Each sharing with each boundary."""
 
 OPENING = (1, 7, 22)
 PROMPT_A = (*OPENING, 30, 4, 18, 51, 9, 33, 2, 45, 12)

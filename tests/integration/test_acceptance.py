@@ -10,23 +10,19 @@ from itertools import product
 
 import pytest
 import torch
-from scenarios import CHAIN, LOSSES, TIGHT
+from scenarios import CHAIN, EVERY, LOSSES, SHARINGS, TIGHT
 from steps import with_options
 from yardstick import Variant, gradient_faults, label, measure, step_faults, truth
 
 from forkpoint import Config, wrap
-from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides, slow_besides_every
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 
-SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
-BOUNDARIES: tuple[Boundary, ...] = ("within", "across", "mixed")
-EVERY = tuple(product(SHARINGS, BOUNDARIES))
 CONFIGS: tuple[Config, ...] = (
-    *(Config(sharing=s, boundary=b) for s, b in EVERY),
+    *EVERY,
     *(Config(sharing=s, boundary="within", max_microbatch_tokens=TIGHT) for s in SHARINGS),
     *(Config(sharing=s, boundary="mixed", max_microbatch_tokens=TIGHT) for s in SHARINGS[1:]),
     *(Config(sharing=s, boundary="across", max_microbatch_tokens=CHAIN) for s in SHARINGS),

@@ -28,21 +28,15 @@ from hybrids import tiny_hybrid
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
 RESIDENCIES = ("keep", "offload", "recompute")
+IN_CHAINS = Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN)
+MIXED = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT)
 STEPS = [
     (Config(sharing="group", boundary="across"), "keep", "full"),
-    (Config(sharing="none", boundary="across", max_microbatch_tokens=CHAIN), "offload", "none"),
-    (
-        Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),
-        "recompute",
-        "selective",
-    ),
-    (Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT), "keep", "none"),
-    (
-        Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),
-        "offload",
-        "selective",
-    ),
-    (Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT), "recompute", "full"),
+    (replace(IN_CHAINS, sharing="none"), "offload", "none"),
+    (IN_CHAINS, "recompute", "selective"),
+    (MIXED, "keep", "none"),
+    (IN_CHAINS, "offload", "selective"),
+    (MIXED, "recompute", "full"),
 ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from bad_inputs import KINDS, TOPICS, Kind
-from bad_inputs.kind import stock_files
+from bad_inputs.kind import QUIET, stock_files
 from commands import Shell
 
 from forkpoint import errors
@@ -13,12 +13,7 @@ from forkpoint.engine.transaction import ADDED, CLEARED, UNCHANGED
 
 ROOT = Path(__file__).parents[2]
 
-# Of peft with newer transformers, and of torch where a reentrant checkpoint has nothing to do.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint.*should be:UserWarning"),
-]
+pytestmark = QUIET
 IN_LIBRARY = [name for name, kind in KINDS.items() if kind.call]
 ON_COMMAND_LINE = [name for name, kind in KINDS.items() if kind.argv]
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from host_models import lora
 from peft import TaskType
 from sabotage import ACROSS_MICROBATCHES
-from scenarios import CHAIN, TIGHT, acceptance_batch
+from scenarios import CHAIN, EVERY, TIGHT, acceptance_batch
 from steps import ACROSS, forked_batch, model_state
 from torch import Tensor, nn
 from yardstick import faults_of_steps, measure
@@ -31,10 +30,7 @@ from lanes import slow_besides_every
 from versions import checkpoint_blocks
 
 CONFIGS = (
-    *(
-        Config(sharing=s, boundary=b)
-        for s, b in product(("none", "group", "tree"), ("within", "across", "mixed"))
-    ),
+    *EVERY,
     Config(sharing="tree", boundary="within", max_microbatch_tokens=TIGHT),
     Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from experts import expert_batch
 from host_models import lora, real_model
-from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
+from scenarios import CHAIN, EVERY, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
 from steps import forked_batch
 from transformers import PreTrainedModel
 from yardstick import Truth, faults_of_steps, measure, own_logprobs
@@ -24,9 +24,8 @@ from forkpoint.testing import lifted_upcasts
 from hybrids import ACROSS_MICROBATCHES, HYBRIDS, MIXED, WITHIN, Sabotage, tiny_hybrid
 from lanes import slow_besides, slow_besides_every
 
-EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
-    *(Config(sharing=s, boundary=b) for s, b in EVERY),
+    *EVERY,
     Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
     Config(sharing="tree", boundary="within", max_microbatch_tokens=TIGHT),
     *(Config(sharing=s, boundary="across", max_microbatch_tokens=CHAIN) for s in ("none", "group")),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from experts import expert_model
 from host_models import lora, quiet_peft
+from scenarios import EVERY as PLANS
 from steps import clear_gradients, relative_distance, small_model
 from test_zero_gradients import faults
 from torch import Tensor
@@ -118,14 +119,7 @@ def step(loss: Any, batch: RolloutBatch, config: Config, **options: Any) -> Step
 
 
 CONFIGS = {
-    (sharing, boundary): Config(
-        sharing=sharing,  # type: ignore[arg-type]
-        boundary=boundary,  # type: ignore[arg-type]
-        max_microbatch_tokens=16,
-        self_check=False,
-    )
-    for sharing in ("none", "group", "tree")
-    for boundary in ("within", "across", "mixed")
+    (c.sharing, c.boundary): replace(c, max_microbatch_tokens=16, self_check=False) for c in PLANS
 }
 TREE = CONFIGS["tree", "across"]
 OF_ADVANTAGES = {

@@ -9,8 +9,8 @@ import torch
 from commands import Shell
 from host_models import lora, quiet_peft
 from peft import PeftModel
-from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
-from test_images import gradients_by_rollout, tower, weighted
+from steps import clear_gradients, forked_batch, gradients, relative_distance
+from test_images import BAR, CONFIGS, gradients_by_rollout, tower, weighted
 from torch import Tensor
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
@@ -23,13 +23,6 @@ from lanes import slow_besides
 from multimodal_models import IMAGE, VISION, tiny_multimodal
 from versions import skip_hidden_biases
 
-BAR = 1e-10
-CONFIGS = (
-    ACROSS,
-    Config(sharing="tree", boundary="within"),
-    Config(sharing="group", boundary="mixed", max_microbatch_tokens=17),
-    Config(sharing="none"),
-)
 BATCH = forked_batch()
 FAST = ("qwen3_vl",)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad_inputs.kind import QUIET
 from bad_inputs.states import (
     STATES,
     StateKind,
@@ -21,12 +22,7 @@ from lanes import id_of
 
 BATCH = forked_batch()
 
-# Of peft with newer transformers, and of torch where a reentrant checkpoint has nothing to do.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint.*should be:UserWarning"),
-]
+pytestmark = QUIET
 
 
 @pytest.fixture

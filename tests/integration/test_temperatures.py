@@ -1,13 +1,12 @@
 """Groups at several temperatures: the body runs once, and all numbers are dense training's."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scenarios import LOSSES, with_logprobs
+from scenarios import EVERY, LOSSES, with_logprobs
 from steps import clear_gradients, forked_batch, gradients, with_options
 from test_critics import critic, values_of, with_values
 from yardstick import (
@@ -32,10 +31,7 @@ TEMPERATURES = (1.0, 0.7, WARMER, 0.7, 1.3, 1.0)
 """Of each group's members: the twins have two, others differ in their last bit alone."""
 LIMIT = 12
 CONFIGS: tuple[Config, ...] = (
-    *(
-        Config(sharing=s, boundary=b)
-        for s, b in product(("none", "group", "tree"), ("within", "across", "mixed"))
-    ),
+    *EVERY,
     Config(sharing="group", boundary="mixed", max_microbatch_tokens=24),
     Config(sharing="group", boundary="across", max_microbatch_tokens=LIMIT),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=LIMIT, activations="recompute"),

@@ -9,6 +9,12 @@ from commands import write_config, write_rollouts
 
 from forkpoint.errors import ForkpointError, UnsupportedError
 
+# Of peft with newer transformers, and of torch where a reentrant checkpoint has nothing to do.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint.*should be:UserWarning"),
+]
 Prepare = Callable[[pytest.MonkeyPatch], object]
 
 
