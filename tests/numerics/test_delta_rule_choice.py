@@ -96,54 +96,54 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     select_delta_kernel.cache_clear()
 
 
+OFF, ON = {"FLA_TILELANG": "0"}, {"FLA_TILELANG": "1"}
+DISPATCH = {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
+
+
 @pytest.mark.parametrize(
-    ("chip", "triton", "tilelang", "refusal"),
+    ("chip", "changes", "environment", "refusal"),
     [
-        ((9, 0), "3.3.1", None, None),
-        ((9, 0), "3.4.0", None, "wrong gradients"),
-        ((9, 0), "3.7.0", None, "3.7.1 or newer"),
-        ((9, 0), "3.7.0", "0.1.15", None),
-        ((9, 0), "3.7.0", "0.1.9", "0.1.9"),
-        ((8, 0), "3.6.0", "0.1.9", None),
-        ((9, 0), "3.7.1rc1", None, "3.7.1rc1"),
-        ((9, 0), "3.7.1", None, None),
-        ((10, 0), "3.7.1", "0.1.15", "10.0"),
+        ((9, 0), {}, {}, None),
+        ((9, 0), {"triton": "3.3.1", "tilelang": None}, {}, None),
+        ((9, 0), {"triton": "3.4.0", "tilelang": None}, {}, "wrong gradients"),
+        ((9, 0), {"triton": "3.7.0", "tilelang": None}, {}, "3.7.1 or newer"),
+        ((9, 0), {"triton": "3.7.0"}, {}, None),
+        ((9, 0), {"triton": "3.7.0", "tilelang": "0.1.9"}, {}, "0.1.9"),
+        ((8, 0), {"tilelang": "0.1.9"}, {}, None),
+        ((9, 0), {"triton": "3.7.1rc1", "tilelang": None}, {}, "3.7.1rc1"),
+        ((9, 0), {"triton": "3.7.1", "tilelang": None}, {}, None),
+        ((10, 0), {"triton": "3.7.1"}, {}, "10.0"),
+        ((9, 0), {"nvcc": None}, {}, "CUDA_HOME"),
+        ((9, 0), {"nvcc": None, "triton": "3.7.1"}, {}, None),
+        ((9, 0), {"nvcc": None}, OFF, "unset FLA_TILELANG"),
+        ((9, 0), {"nvcc": None}, OFF | DISPATCH, "unset FLA_DISABLE_BACKEND_DISPATCH"),
+        # flash-linear-attention calls a tilelang that is asked for on other chips as well.
+        ((9, 0), {}, ON, None),
+        ((8, 0), {}, ON, "unset FLA_TILELANG"),
+        ((9, 0), {"triton": "3.3.1", "tilelang": "0.1.9"}, ON, "tilelang 0.1.9"),
+        ((9, 0), {"flash_qla": "0"}, {}, "FLA_FLASH_QLA=0"),
+        ((9, 0), {"flash_qla": "0"}, {"FLA_FLASH_QLA": "0"}, None),
     ],
 )
 def test_where_fla_is_refused(
-    chip: tuple[int, int], triton: str, tilelang: str | None, refusal: str | None, machine: Machine
+    chip: tuple[int, int],
+    changes: dict[str, str | None],
+    environment: dict[str, str],
+    refusal: str | None,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine.chip = chip
-    machine.distributions["triton"] = triton
-    if tilelang:
-        machine.distributions["tilelang"] = tilelang
-    else:
-        machine.packages.remove("tilelang")
+    """By versions of packages, None where one is missing, and by variables."""
+    machine.chip, machine.nvcc = chip, "nvcc" not in changes
+    for name, version in changes.items():
+        if version is None:
+            machine.packages.discard(name)
+        else:
+            machine.packages.add(name)
+            machine.distributions[name] = version
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     refused(machine.refusal(), refusal)
-
-
-def test_what_fla_needs_to_call_tilelang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(machine.refusal(), None)
-    machine.nvcc = False
-    refused(machine.refusal(), "CUDA_HOME")
-    machine.distributions["triton"] = "3.7.1"
-    refused(machine.refusal(), None)  # where Triton is right it serves without tilelang
-    machine.distributions["triton"] = "3.6.0"
-    monkeypatch.setenv("FLA_TILELANG", "0")
-    refused(machine.refusal(), "unset FLA_TILELANG")
-    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    refused(machine.refusal(), "unset FLA_DISABLE_BACKEND_DISPATCH")
-
-
-def test_tilelang_is_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-linear-attention then calls it on other chips, and with other Tritons."""
-    monkeypatch.setenv("FLA_TILELANG", "1")
-    refused(machine.refusal(), None)
-    machine.chip = (8, 0)
-    refused(machine.refusal(), "unset FLA_TILELANG")
-    machine.chip, machine.distributions["triton"] = (9, 0), "3.3.1"
-    machine.distributions["tilelang"] = "0.1.9"
-    refused(machine.refusal(), "tilelang 0.1.9")
 
 
 def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,16 +152,10 @@ def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.Monk
     assert fla._has_nvcc()
 
 
-def test_fla_is_refused_where_it_cannot_serve(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fla_is_refused_where_it_cannot_serve(machine: Machine) -> None:
     asked = Asked(torch.device("cuda"), torch.bfloat16, 128, 128)
     refused(fla.KERNEL.refusal(asked._replace(head_dim=512)), "not 512")
     refused(fla.KERNEL.refusal(asked._replace(deterministic=True)), "not deterministic")
-    machine.packages.add("flash_qla")
-    refused(machine.refusal(), "FLA_FLASH_QLA=0")
-    monkeypatch.setenv("FLA_FLASH_QLA", "0")
-    refused(machine.refusal(), None)
     machine.distributions["fla-core"] = "0.5.1"
     refused(fla.KERNEL.refusal(asked), "0.5.1 has not been shown exact")
     machine.packages.clear()

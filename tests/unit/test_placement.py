@@ -152,13 +152,6 @@ def test_pieces_are_those_of_the_ranks_own_forest(
         assert sum(found) >= sum(expected)
 
 
-def test_groups_stay_whole_where_that_is_even() -> None:
-    rollouts = [r for number in range(8) for r in group(number, 40, [10, 10])]
-    found = forkpoint.place(rollouts, ranks=4, model=None)
-    assert [len(own) for own in found] == [4, 4, 4, 4]
-    assert all({rollouts[i].group_id for i in own}.__len__() == 2 for own in found)
-
-
 def test_a_group_is_split_only_where_that_is_cheaper() -> None:
     others = [r for number in (1, 2, 3) for r in group(number, 10, [100, 100])]
     # Running its prompt twice costs 20 tokens, and balances 800.

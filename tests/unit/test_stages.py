@@ -180,15 +180,6 @@ def test_backwards_in_a_row_do_not_keep_the_next_stage_waiting() -> None:
     assert order_stages(work, [4, 4]).time <= 1.15 * lower_bound(work)
 
 
-def test_shared_slots_are_open_at_once_where_that_is_faster() -> None:
-    work = groups(1, 4, count=8, recomputed=1.0)
-    prefixes = [slot for slot, shared in enumerate(work.shared) if shared]
-    for room, at_once in ((8.0, True), (4.0, False)):
-        order = order_stages(work, [room] * 4).orders[0]
-        first = sorted(slot for slot, _ in order[: len(prefixes)])
-        assert (first == prefixes) == at_once
-
-
 def test_bound_and_1f1b_of_equal_microbatches() -> None:
     """M microbatches on S stages take (M + S - 1) slots of a forward and a backward, at best."""
     work = work_of([-1] * 8, 4)
