@@ -24,6 +24,7 @@ from attention_cases import (
     poisoned,
     random_forest,
 )
+from test_attention_kernels import only
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
@@ -32,7 +33,6 @@ from forkpoint.ops.attention import (
     CacheSlice,
     fa4,
     operator,
-    registry,
     shared_attention,
 )
 from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table
@@ -313,12 +313,8 @@ def test_kernels_may_differ_within_a_microbatch(
         dataclasses.replace(RECORDS[first], ragged=False, auto_pairs=0, forward=forward(first)),
         dataclasses.replace(RECORDS[second], forward=forward(second)),
     )
-    monkeypatch.setattr(registry, "KERNELS", chosen)
-    registry.forget_choices()
-    try:
+    with only(monkeypatch, *chosen):
         check(case)
-    finally:
-        registry.forget_choices()
     assert ran == [second, first]
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import RECORDS, Case, Inputs, make_forest, path_attention
+from test_attention_kernels import only
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import CacheSlice, Launch, operator, registry, shared_attention
+from forkpoint.ops.attention import CacheSlice, Launch, operator, shared_attention
 from forkpoint.ops.attention.kernel import BackwardInputs, Gradients, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
@@ -64,11 +65,6 @@ def test_launches_without_wanted_gradients_are_not_run(monkeypatch: pytest.Monke
         assert all(x.stride(-1) == 1 for x in inputs[:5])
         return RECORDS["cpu_flash"].backward(inputs, launch, options)
 
-    monkeypatch.setattr(
-        registry, "KERNELS", (dataclasses.replace(RECORDS["cpu_flash"], backward=counting),)
-    )
-    registry.forget_choices()
-
     def calls(*wanted: str, grads: bool = True, expanded: bool = False) -> list[int]:
         x = CASE.inputs()
         wanting(x, *wanted)
@@ -77,15 +73,13 @@ def test_launches_without_wanted_gradients_are_not_run(monkeypatch: pytest.Monke
         o.sum().backward() if expanded else o.backward(x.do)
         return list(ran)
 
-    try:
+    with only(monkeypatch, dataclasses.replace(RECORDS["cpu_flash"], backward=counting)):
         # The causal launch, the one below the cache, the one below a segment of the microbatch.
         assert calls("q", "k", "v", "sinks", expanded=True) == [0, 1, 0]
         assert calls("q", grads=False) == [0, 1, 0]
         assert calls("k", grads=False) == [0, 0]
         assert calls("sinks") == [1]
         assert calls("sinks", grads=False) == []
-    finally:
-        registry.forget_choices()
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -105,17 +99,13 @@ def test_heads_run_in_groups_where_repeated_keys_take_much_memory(
         return RECORDS["cpu_flash"].backward(inputs, launch, options)
 
     kernel = dataclasses.replace(RECORDS["cpu_flash"], backward=counting, repeats_keys=True)
-    monkeypatch.setattr(registry, "KERNELS", (kernel,))
     keys = max(launch.k_end - launch.k_begin for launch in FOREST.table(window).calls)
     each = keys * 2 * sum(case.dims) * 8
     monkeypatch.setattr(operator, "REPEATED_BYTES", limit * each)
-    registry.forget_choices()
-    try:
-        cache = x.cache(0.0)
-        assert cache is not None
+    cache = x.cache(0.0)
+    assert cache is not None
+    with only(monkeypatch, kernel):
         attend(x, cache, window, scale=case.scale).backward(x.do)
-    finally:
-        registry.forget_choices()
     assert min(heads) == 4 // groups
     for name in ("q", "k", "v", "sinks"):
         equal(getattr(x, name).grad, expected[name])

@@ -110,6 +110,7 @@ DISPATCH = {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
         ((9, 0), {"triton": "3.7.0"}, {}, None),
         ((9, 0), {"triton": "3.7.0", "tilelang": "0.1.9"}, {}, "0.1.9"),
         ((8, 0), {"tilelang": "0.1.9"}, {}, None),
+        ((8, 0), {"nvcc": None}, {}, None),
         ((9, 0), {"triton": "3.7.1rc1", "tilelang": None}, {}, "3.7.1rc1"),
         ((9, 0), {"triton": "3.7.1", "tilelang": None}, {}, None),
         ((10, 0), {"triton": "3.7.1"}, {}, "10.0"),
