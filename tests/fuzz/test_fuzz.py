@@ -16,14 +16,12 @@ from pathlib import Path
 
 import fuzz_check
 import pytest
-import torch
 from fuzz_cases import Case, draw_case
 from fuzz_check import Outcome, Tally, check
 from fuzz_models import SPECIAL
 from transformers import CONFIG_MAPPING
 
 from forkpoint.hosts.transformers.families import FAMILIES
-from forkpoint.testing import dense_run, lifted_upcasts
 from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage
 from lanes import slow_besides
 
@@ -120,22 +118,6 @@ def test_what_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The fuzzer looks where it should ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [2, 11, 37])
-def test_its_dense_run_is_that_of_one_rollout_at_a_time(seed: int) -> None:
-    case = draw_case(seed)
-    model = fuzz_check._model(case)
-    with lifted_upcasts(model):
-        batch, padded = fuzz_check._dense(model, case)
-        single = dense_run(model, batch, case.loss, case.denominators)
-    assert abs(single.loss - padded.loss) < 1e-12
-    assert torch.allclose(single.per_token["logprobs"], padded.logprobs_T, atol=1e-12, rtol=0)
-    for name, wanted in single.gradients.items():
-        found = padded.gradients[name]
-        zero = torch.zeros(1, dtype=torch.float64)
-        difference = (zero if found is None else found) - (zero if wanted is None else wanted)
-        assert float(difference.norm()) < 1e-12, name
 
 
 @pytest.mark.slow

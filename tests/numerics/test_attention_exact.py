@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from attention_cases import Case, check_exact, check_rounding, make_forest, path_attention
+from attention_cases import Case, check_exact, check_rounding, make_forest
 from attention_cases import random_forest as forest
 
 KERNELS = ("reference", "cpu_flash")
@@ -59,14 +58,3 @@ def test_rounding(kernel: str, dtype: torch.dtype) -> None:
     for options in ({}, {"window": 9}, {"sinks": True}, {"softcap": 1.5}):
         if "softcap" not in options or kernel == "reference":
             check_rounding(Case(made, kernel, dims=(32, 32), dtype=dtype, **options))
-
-
-def test_the_definition_is_torch_attention_on_one_path() -> None:
-    case = Case(make_forest([-1], [9]))
-    x = case.inputs()
-    q, k, v = (a.transpose(0, 1) for a in (x.q, x.k, x.v))
-    expected = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
-    )
-    found = path_attention(case, x)["o"]
-    torch.testing.assert_close(found, expected.transpose(0, 1).detach(), rtol=0, atol=1e-13)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.head import STATISTICS, token_outputs
-from head_reference import token_logprobs, token_logprobs_reference
+from head_reference import logits_reference, token_logprobs, token_logprobs_reference
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
 SYNCS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "item")
@@ -320,12 +320,8 @@ def test_statistics(options, dtype, bar, bare):
         grads.append([outputs["logprobs"], *torch.autograd.grad(total, wanted)])
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
     given = {n: None if x is None else x.detach().double() for n, x in leaves.items()}
-    z_TV = F.linear(given["hidden_TC"], given["weight_VC"], given["bias_V"])
-    z_TV = z_TV * options.get("logit_scale", 1.0)
-    if "softcap" in options:
-        z_TV = options["softcap"] * torch.tanh(z_TV / options["softcap"])
-    if not bare:
-        z_TV = z_TV / rest["temperature_T"].double()[:, None]
+    known = {n: x for n, x in options.items() if n not in ("chunk_tokens", "keep_logits")}
+    z_TV = logits_reference(**given, temperature_T=rest.get("temperature_T"), **known)
     expected = {
         "mean_logits": z_TV.mean(-1),
         "is_top1": (z_TV.argmax(-1) == rest["labels_T"]).double(),
