@@ -13,6 +13,7 @@ from weakref import ref
 
 import pytest
 import torch
+from commands import CONFIG
 from steps import forked_batch
 from torch._dynamo.utils import counters
 
@@ -33,17 +34,12 @@ from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts
 
-MODEL = {
-    "model_type": "qwen3",
+MODEL = CONFIG | {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
+    "num_hidden_layers": 6,
 }
 
 

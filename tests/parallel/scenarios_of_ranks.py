@@ -227,6 +227,21 @@ def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -
     return float(value.detach())
 
 
+@dataclass(frozen=True)
+class OfAllRanks(Loss):
+    """Couples rollouts of all ranks, and declares some to be zero that are not for others."""
+
+    decomposition = "joint"
+    across_ranks = True
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        sums = batch.rollout_sum(batch.trained(outputs.logprobs * batch.advantages))
+        return sums.square().sum() + outputs.logprobs.sum() * sums.sum()
+
+    def zero_rollouts(self, batch: RolloutBatch) -> Any:
+        return batch.where_all_trained(batch.advantages == 0)
+
+
 class Failing(Loss):
     """Fails on rank 1."""
 

@@ -31,6 +31,7 @@ from scenarios_of_ranks import (
     EMPTY,
     HOSTED,
     UNEQUAL,
+    OfAllRanks,
     gradients,
     group,
     routed,
@@ -39,7 +40,6 @@ from scenarios_of_ranks import (
     through_logprobs,
     without_code,
 )
-from test_left_out_ranks import OfAllRanks
 from test_ranks import (
     checkpointed,
     critic,

@@ -3,7 +3,7 @@
 That one process leaves them out exactly: `tests/integration/test_left_out.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
     UNEQUAL,
+    OfAllRanks,
     Scenario,
     compared,
     group,
@@ -19,10 +20,9 @@ from scenarios_of_ranks import (
 )
 from test_prompt_exchange import MIXED, TWO
 from test_ranks import mamba, with_experts
-from torch import Tensor
 
-from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.losses import GRPO, GSPO, Loss
+from forkpoint import Config, Rollout
+from forkpoint.losses import GRPO, GSPO
 from lanes import slow_besides
 
 
@@ -90,21 +90,6 @@ def test_prompts_are_exchanged_of_what_runs(loss: Any, gather: Any) -> None:
     for found in run_ranks(2, compared, scenario):
         assert found["split"] == "exchange"
         assert found["error"] < BAR and found["loss"] < BAR and found["same have none"], found
-
-
-@dataclass(frozen=True)
-class OfAllRanks(Loss):
-    """Couples rollouts of all ranks, and declares some to be zero that are not for others."""
-
-    decomposition = "joint"
-    across_ranks = True
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        sums = batch.rollout_sum(batch.trained(outputs.logprobs * batch.advantages))
-        return sums.square().sum() + outputs.logprobs.sum() * sums.sum()
-
-    def zero_rollouts(self, batch: RolloutBatch) -> Any:
-        return batch.where_all_trained(batch.advantages == 0)
 
 
 @pytest.mark.slow

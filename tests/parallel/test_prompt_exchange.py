@@ -9,6 +9,7 @@ import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
+    OfAllRanks,
     Scenario,
     compared,
     distance,
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import RankError
-from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
+from forkpoint.losses import GRPO, GSPO, ValueLoss
 from forkpoint.plan.pricing import meters
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import slow_besides
@@ -49,18 +50,6 @@ UNLIKE = ([*TWO[0], *tree(3, 4)], [*TWO[1], *group(7, 3, 12, 9)])
 ONE_OWNER = (UNLIKE[0], [*TWO[1][:2], *group(7, 3, 12, 9)])
 
 
-@dataclass(frozen=True)
-class AllRanks(Loss):
-    """Advantages less the mean of the log-probs of all rollouts of all ranks."""
-
-    decomposition = "joint"
-    across_ranks = True
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        logprobs = outputs.logprobs
-        return (logprobs * (logprobs.mean() + 0.1)).sum()
-
-
 def windowed() -> nn.Module:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     sizes = {"sliding_window": 9, "layer_types": kinds}
@@ -75,7 +64,7 @@ def of(**options: Any) -> Scenario:
 SCENARIOS = {
     "fully_shard": of(),
     "two passes": of(loss=GSPO()),
-    "a loss of all ranks": of(loss=AllRanks()),
+    "a loss of all ranks": of(loss=OfAllRanks()),
     "recomputed": of(config=replace(MIXED, activations="recompute")),
     "offloaded": of(config=replace(MIXED, activations="offload")),
     "checkpointed": of(alone=checkpointed),

@@ -23,6 +23,7 @@ from scenarios_of_ranks import (
     EMPTY,
     UNEQUAL,
     Failing,
+    OfAllRanks,
     gradients,
     group,
     in_hybrid_mesh,
@@ -32,7 +33,7 @@ from scenarios_of_ranks import (
 from test_ranks import lora
 from test_router_ranks import COEFFICIENTS, Routed
 from test_split_models import adapted
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
@@ -43,7 +44,7 @@ from forkpoint.engine.routing import Routing
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.hosts.routers import WATCHED
 from forkpoint.hosts.torch_dist.copies import copy_in
-from forkpoint.losses import GRPO, GSPO, Loss, RouterLoss
+from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.testing import tiny_model
 from forkpoint.verify.dense import DenseRouters
 from media_scenes import tool_tree
@@ -241,14 +242,6 @@ def test_ranks_that_share_nothing_have_nothing_to_verify(tmp_path: Path) -> None
 # ------------------------------------------------------------
 
 
-class OfAll(Loss):
-    decomposition = "joint"
-    across_ranks = True
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        return batch.trained(outputs.logprobs).sum() ** 2
-
-
 def answer(policy: forkpoint.Policy, rollouts: list[Rollout], loss: Any, **options: Any) -> str:
     """A verdict, or an error."""
     try:
@@ -261,7 +254,7 @@ def refused(folder: Path, case: Case) -> list[str]:
     (policy, rank), good = on_rank(folder, case), UNEQUAL[dist.get_rank()]
     # Beyond float32, on one rank.
     bad = [replace(rollout, advantage=1e300) for rollout in good] if rank == 1 else good
-    given = ((good, OfAll()), (bad, GRPO()), (good, Failing()), (good, GRPO()))
+    given = ((good, OfAllRanks()), (bad, GRPO()), (good, Failing()), (good, GRPO()))
     return [answer(policy, rollouts, loss) for rollouts, loss in given]
 
 

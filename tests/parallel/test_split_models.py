@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from cases_of_ranks import MOE, Case, check, named, through_function
 from peft import LoraConfig, get_peft_model
-from scenarios_of_ranks import DEEP, EMPTY, HOSTED, UNEQUAL, routed, through_logprobs
+from scenarios_of_ranks import DEEP, EMPTY, HOSTED, UNEQUAL, OfAllRanks, routed, through_logprobs
 from test_ranks import checkpointed, frozen_but, valued
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.losses import GSPO, Loss, ValueLoss
+from forkpoint.losses import GSPO, ValueLoss
 
 
 def adapted(model: Any) -> nn.Module:
@@ -40,19 +40,6 @@ def after_stock_backward(policy: forkpoint.Policy, batch: RolloutBatch, loss: An
         ids = torch.arange(9)[None]
         model(input_ids=ids, labels=ids).loss.backward()
     return policy.forward_backward(batch, loss).loss
-
-
-class Coupled(Loss):
-    """Couples all rollouts, of whatever rank."""
-
-    decomposition = "joint"
-    across_ranks = True
-
-    def coupling(self, batch: RolloutBatch) -> Any:
-        return 0 * batch.group_index
-
-    def __call__(self, outputs: Any, batch: Any) -> torch.Tensor:
-        return (outputs.logprobs * batch.advantages).sum() ** 2 / 1000
 
 
 def tensor(**changes: Any) -> Case:
@@ -88,7 +75,7 @@ CASES: dict[str, Case] = {
     ),
     "tensor x data": tensor_and_data(),
     "tensor x data, accumulated": tensor_and_data(steps=3),
-    "tensor x data, coupled": tensor_and_data(loss=Coupled()),
+    "tensor x data, coupled": tensor_and_data(loss=OfAllRanks()),
     "tensor x replicas": tensor_and_data(ranks="dp_replicate_size"),
     "tensor x data x expert": tensor_and_data(ep=4),
     "experts, a data rank without rollouts": tensor_and_data(ep=4, rollouts=EMPTY),
