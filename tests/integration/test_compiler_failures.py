@@ -24,6 +24,8 @@ from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_mode
 BATCH = forked_batch()
 LOSS = losses.GRPO(kl=0.1)
 COMPILED = replace(ACROSS, compile_blocks=True)
+Log = Callable[[], list[str]]
+"""Gives the lines of forkpoint's log, without announcements of compilation."""
 
 # What torch's compiler looks at warns.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,8 +55,7 @@ def dense(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The lines of forkpoint's log, without announcements of compilation."""
+def log(caplog: pytest.LogCaptureFixture) -> Log:
     caplog.set_level(logging.INFO, "forkpoint")
 
     def lines() -> list[str]:
@@ -105,11 +106,7 @@ def check_exact(policy: Policy, dense: dict[str, Tensor | None], accumulated: bo
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_block_falls_back(
-    model: nn.Module,
-    dense: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    log: Callable[[], list[str]],
-    backward: bool,
+    model: nn.Module, dense: Any, monkeypatch: pytest.MonkeyPatch, log: Log, backward: bool
 ) -> None:
     """Backwards are compiled along with forwards, so that the block runs eagerly there and then."""
     state = model_state(model)
@@ -131,11 +128,7 @@ def test_a_block_falls_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["sample", "score", "verify"])
 def test_other_calls_fall_back(
-    model: nn.Module,
-    dense: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    log: Callable[[], list[str]],
-    call: str,
+    model: nn.Module, dense: Any, monkeypatch: pytest.MonkeyPatch, log: Log, call: str
 ) -> None:
     plain = wrap(model, ACROSS).score(BATCH).logprobs
     failing(monkeypatch, backward=False)
@@ -152,7 +145,7 @@ def test_other_calls_fall_back(
 
 @pytest.mark.slow
 def test_a_block_that_has_run_in_part_ends_the_step(
-    monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, log: Log, tmp_path: Path
 ) -> None:
     """Blocks with routers have several graphs."""
     torch._dynamo.reset()
@@ -176,11 +169,7 @@ def test_a_block_that_has_run_in_part_ends_the_step(
 
 @pytest.mark.slow
 def test_a_missing_compiler(
-    model: nn.Module,
-    dense: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    log: Callable[[], list[str]],
-    tmp_path: Path,
+    model: nn.Module, dense: Any, monkeypatch: pytest.MonkeyPatch, log: Log, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     policy = wrap(model, COMPILED)
