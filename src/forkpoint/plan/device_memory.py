@@ -1,11 +1,13 @@
 """Memory of a device: sizes of weights, gradients and optimizer states, and the rest. Imports no
 torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.mixtures import idle_expert_width
 from forkpoint.plan.pricing.sizes import count
 from forkpoint.units import GIB
 
@@ -36,12 +38,7 @@ def total_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
             is not tied to the embeddings.
         shape: the sizes read from `config`.
     """
-    used = count(config, "num_experts_per_tok")
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((found for name in names if (found := count(config, name))), used)
-    width = count(config, "moe_intermediate_size", count(config, "intermediate_size"))
-    routed = shape.layers - min(shape.layers, count(config, "first_k_dense_replace"))
-    unused = routed * max(0, experts - used) * 3 * shape.hidden * width if used else 0
+    unused = shape.expert_layers * idle_expert_width(config) * 3 * shape.hidden
     return shape.linear_parameters + embedding_parameters(config, shape) + unused
 
 
@@ -49,7 +46,10 @@ def embedding_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
     """Number of parameters of the embeddings and the head. Arguments are those of
     `total_parameters`."""
     tied = config.get("tie_word_embeddings", False)
-    return (1 if tied else 2) * shape.vocab * shape.hidden
+    found = (1 if tied else 2) * shape.vocab * shape.hidden
+    # Inputs of each layer (Gemma 4).
+    names = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
+    return found + shape.layers * math.prod(count(config, name) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)

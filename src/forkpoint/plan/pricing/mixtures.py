@@ -23,13 +23,19 @@ INDICES = 4
 """Number of kept index values for each expert of a token: the sorted order, its inverse, and the
 indices of the tokens."""
 
+UNGATED = ("arcee", "phi", "starcoder2")
+"""Families whose MLPs have two matrices, and no gate."""
+
 
 def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
     """Width of the MLP for one token, as the mean over layers.
 
     In mixtures of experts it is the total width of the routed and the shared experts of the token.
+    An MLP without a gate counts as one with a gate and equally many weights.
     """
     dense = 0 if only_experts(config) else needed(config, "intermediate_size")
+    if config.get("model_type") in UNGATED:
+        dense = dense * 2 // 3
     if config.get("use_double_wide_mlp"):  # of layers that reuse keys and values (Gemma 4)
         dense += dense * count(config, "num_kv_shared_layers") // layers
     if _is_llama4(config):
@@ -55,11 +61,10 @@ def mixture_shape(config: Mapping[str, Any], layers: int, dtype_bytes: int) -> d
     chosen = _routed(config)
     if not chosen or config.get("num_local_experts") == 0:
         return {}
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
     router = 0
     if dtype_bytes < 4 and any(count(config, name) for name in COMPUTED_WIDE):
         router = needed(config, "hidden_size") * ROUTER_FLOAT_BYTES
-    experts = max(chosen, next((found for name in names if (found := count(config, name))), 0))
+    experts = max(chosen, _experts(config))
     mixed = layers - _first_dense(config, layers)
     return {
         "expert_layers": _llama4_layers(config, layers) if _is_llama4(config) else mixed,
@@ -89,6 +94,12 @@ def expert_activations(config: Mapping[str, Any], implementation: str | None) ->
     return kept
 
 
+def idle_expert_width(config: Mapping[str, Any]) -> int:
+    """Total width of the experts of a layer that do not compute a token."""
+    width = count(config, "moe_intermediate_size", count(config, "intermediate_size"))
+    return max(0, _experts(config) - _routed(config)) * width
+
+
 def only_experts(config: Mapping[str, Any]) -> bool:
     """Whether all layers have experts, so that the configuration needs no width of an MLP."""
     experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
@@ -103,6 +114,12 @@ def _routed(config: Mapping[str, Any]) -> int:
     if config.get("enable_moe_block"):
         return count(config, "top_k_experts")
     return count(config, "num_experts_per_tok")
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """Number of experts of a layer, without shared ones."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((found for name in names if (found := count(config, name))), 0)
 
 
 def _is_llama4(config: Mapping[str, Any]) -> bool:
