@@ -10,7 +10,13 @@ import pytest
 import torch
 from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, record, save_rollouts, wrap
@@ -21,6 +27,7 @@ from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.cli.plan_text import MOST_GROUPS, _what_fits, smaller_answers
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
+from forkpoint.hosts.transformers.model_files import parameters_of_model, shape_of_model
 from forkpoint.losses import GRPO
 from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.plan import MODELS, ModelShape, make_plan
@@ -134,6 +141,27 @@ def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) ->
     shape = wrap(load_model(tmp_path, given)).host.shape
     assert given.shape(tmp_path) == shape
     assert Runtime().shape(tmp_path / "config.json") == replace(shape, checkpointed=False)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["arcee", "gemma2", "gemma4_text", "glm4v", "granitemoehybrid", "llama4_text", "qwen2_5_vl"],
+)
+def test_plan_takes_what_a_configuration_lacks_from_its_family(family: str, tmp_path: Path) -> None:
+    whole = AutoConfig.for_model(family)
+    text = whole.get_text_config()
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    given = json.loads(file.read_text())
+    if text is whole:
+        given.pop("tie_word_embeddings")
+        file.write_text(json.dumps(given))
+    found, _ = parameters_of_model(file, shape_of_model(file))
+    auto = AutoModelForCausalLM if text is whole else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = auto.from_config(whole)
+    model.tie_weights()
+    assert found == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "dpo", "grpo,kl=0.1"])

@@ -81,9 +81,6 @@ MODEL_FILES = (
         message="bad.json has a quantization_config; quantized parameters have not been shown",
     ),
     config_kind(
-        head_dim=None, message="bad.json has no head_dim, whose default depends on the model."
-    ),
-    config_kind(
         num_key_value_heads=3,
         message="bad.json: the model has 4 query heads and 3 key-value heads;",
     ),

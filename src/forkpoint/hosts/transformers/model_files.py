@@ -1,6 +1,6 @@
 """Reads configurations of models from folders, from files and by name.
 
-Imports torch only for multimodal configurations.
+Imports torch only for multimodal configurations, and for those that lack sizes of attention.
 """
 
 import difflib
@@ -45,7 +45,7 @@ def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[st
         )
     try:
         # Not the strict JSON of forkpoint's own files: transformers writes infinities.
-        config = json.loads(read_small(path, MOST_BYTES).decode())
+        config = json.loads(read_small(path, MOST_BYTES).decode(), object_hook=_infinity)
     except SchemaError as error:
         raise ConfigError(
             f"{path} is {error}. Give a config.json as transformers writes it."
@@ -68,6 +68,11 @@ def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[st
             f"{', '.join(FAMILIES)}.{hint}"
         )
     return path, config
+
+
+def _infinity(found: dict[str, Any]) -> Any:
+    """The number of an object by which transformers writes an infinity."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def _near(model: Path) -> str:
@@ -131,17 +136,7 @@ def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
     if (known := _known(model)) is not None:
         return ModelShape.from_config(known, **sizes)
     path, config = read_config(model, multimodal=True)
-    if config["model_type"] in MULTIMODAL:
-        config = _language_model(path, config)
-    # Defaults of missing keys are in the model's code, which would need torch.
-    needed = ["num_key_value_heads", "head_dim"] if config["model_type"] != "llama" else []
-    needed += ["layer_types"] if config.get("use_sliding_window") else []
-    missing = [key for key in needed if config.get(key) is None]
-    if missing:
-        raise ConfigError(
-            f"{path} has no {', '.join(missing)}, whose default depends on the model. Add it, or "
-            "give the config.json that save_pretrained writes."
-        )
+    config = _language_model(path, config)
     try:
         return ModelShape.from_config(config, **sizes)
     except ConfigError as error:
@@ -158,7 +153,7 @@ def parameters_of_model(model: Path, shape: ModelShape) -> tuple[int, int]:
         path, config = read_config(model, multimodal=True)
         if config["model_type"] in MULTIMODAL:
             _, encoder = _encoder(path, config, checkpointed=False)
-            config = _language_model(path, config)
+        config = _language_model(path, config)
     return total_parameters(config, shape) + encoder, embedding_parameters(config, shape)
 
 
@@ -183,18 +178,27 @@ def encoder_of_model(
 
 
 def _language_model(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a multimodal model's language model, with defaults.
+    """The configuration of the language model, with the defaults of its family.
 
     Raises UnsupportedError if it has not been shown exact.
     """
-    text = read_by_transformers(path, config).get_text_config()
+    if config["model_type"] in FAMILIES:
+        needed = ["layer_types"] if config.get("use_sliding_window") else []
+        if config["model_type"] != "llama":  # others have defaults of their own
+            needed += ["num_key_value_heads", "head_dim", "tie_word_embeddings"]
+        lacks = any(config.get(key) is None for key in needed)
+        return read_by_transformers(path, config).to_dict() if lacks else config
+    whole = read_by_transformers(path, config)
+    text = whole.get_text_config()
     kinds = MULTIMODAL[config["model_type"]].decoders or tuple(FAMILIES)
     if text.model_type not in kinds:
         raise UnsupportedError(
             f"{path}: the language model is a {text.model_type!r}, which has not been shown exact; "
             f"supported are {', '.join(kinds)}."
         )
-    tied = config.get("tie_word_embeddings", text.tie_word_embeddings)
+    # Some text configurations have no default of their own.
+    tied = getattr(text, "tie_word_embeddings", whole.tie_word_embeddings)
+    tied = config.get("tie_word_embeddings", tied)
     return {**text.to_dict(), "tie_word_embeddings": tied}
 
 
