@@ -26,6 +26,7 @@ from forkpoint.losses import (
     DrGRPO,
     LogLikelihood,
     Loss,
+    RouterLoss,
     SimPO,
     ValueLoss,
 )
@@ -139,6 +140,10 @@ def test_what_options_take(
 def test_what_denominators_take(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^denominators\.{name} is -1"):
         Denominators(**{"tokens": 1, "rollouts": 1, "groups": 1, name: -1})
+
+
+def test_router_losses_take_numbers_of_numpy() -> None:
+    assert RouterLoss(load_balancing=np.float32(0.5), z=np.int64(2)).z == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", ["hinge", "ipo"])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, TypeGuard
 
 import numpy as np
@@ -46,7 +47,7 @@ class RouterLoss:
     def __post_init__(self) -> None:
         for name in ("load_balancing", "z"):
             value = getattr(self, name)
-            known = isinstance(value, int | float) and not isinstance(value, bool)
+            known = isinstance(value, Real) and not isinstance(value, bool)
             if value is not None and not (known and math.isfinite(value)):
                 raise ConfigError(
                     f"{name} of RouterLoss is {short(value)}; it takes a finite number, or None."
