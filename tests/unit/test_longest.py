@@ -18,15 +18,11 @@ from plan_shapes import SHAPE
 DEEP = replace(SHAPE, layers=8, windows=(0,) * 8)
 
 GIVEN: dict[str, tuple[int, dict[str, Any]]] = {
-    "all is chosen": (4, {}),
-    "within": (16, {"boundary": "within", "memory_budget": "auto"}),
     "within a limit": (32, {"boundary": "within", "max_microbatch_tokens": 7000}),
     "on the device": (16, {"prefix_cache": "device", "boundary": "mixed", "sharing": "group"}),
-    "kept": (64, {"activations": "keep", "boundary": "across", "checkpointing": "selective"}),
     "some layers on the host": (8, {"host_memory": "12MiB", "boundary": "mixed"}),
     "offloaded as far as allowed": (64, {"activations": "offload", "host_memory": "2MiB"}),
     "a short limit": (4, {"max_microbatch_tokens": 300, "memory_budget": "auto"}),
-    "nothing shared": (4, {"sharing": "none", "boundary": "across", "prefix_cache": "host"}),
     "microbatches shorter than the least": (32, {"max_microbatch_tokens": 64}),
     "a whole group": (16, {"boundary": "mixed", "activations": "keep", "checkpointing": "full"}),
     "logits": (4, {"head_logits": "keep", "boundary": "mixed", "checkpointing": "none"}),

@@ -78,30 +78,30 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(x, requires_grad=n < 2) for n, x in enumerate(made)]
 
 
+TRAINED = 3 * GIB // 2
+"""Elements that are trained."""
+
+
 def measured(parameters: list[nn.Parameter], **options: Any) -> int:
     return measured_budget(torch.device("meta"), parameters, Config(**options))
 
 
 def test_a_budget_leaves_room_for_what_a_step_allocates_besides(device: dict[str, int]) -> None:
-    elements = 3 * GIB // 2
-    gradients = 2 * elements
-    assert measured(weights()) == room(device, gradients + 4 * elements)
-    assert measured(weights(), optimizer_bytes_per_parameter=2) == room(
-        device, gradients + 2 * elements
-    )
-    assert measured(weights(), grad_accumulation_dtype="float32") == room(
-        device, gradients + 8 * elements
-    )
-    assert measured(weights(), restore_grads=True) == room(device, 2 * gradients + 4 * elements)
-    assert measured(weights()) % GIB == 0
+    """Gradients of two bytes each and as many of the optimizer as asked for, in whole GiB."""
+    for options, each in (
+        ({}, 2 + 4),
+        ({"optimizer_bytes_per_parameter": 2}, 2 + 2),
+        ({"grad_accumulation_dtype": "float32"}, 2 + 8),
+        ({"restore_grads": True}, 2 * 2 + 4),
+    ):
+        assert measured(weights(), **options) == room(device, each * TRAINED)
 
 
 def test_what_exists_does_not_count_again(device: dict[str, int]) -> None:
     trained = weights()
     for parameter in trained[:2]:
         parameter.grad = torch.empty_like(parameter)
-    elements = 3 * GIB // 2
-    assert measured(trained) == room(device, 4 * elements)
+    assert measured(trained) == room(device, 4 * TRAINED)
 
 
 def test_a_device_without_room_has_the_least_budget(device: dict[str, int]) -> None:

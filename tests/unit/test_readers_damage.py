@@ -6,23 +6,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import damaged
 import pytest
 import torch
-from damaged import (
-    COUNT,
-    EVERY_ROW,
-    FILES,
-    RECORDS,
-    ROW,
-    TRL,
-    VERL,
-    flipped,
-    lines,
-    parquet,
-    safe,
-    torch_file,
-    truncated,
-)
+from damaged import COUNT, FILES, RECORDS, lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -42,10 +29,10 @@ def test_a_record_is_named_and_can_be_skipped(name: str, tmp_path: Path) -> None
     assert message.startswith(f"{path}, ") and len(message) < 700
     where = re.match(r".*?, (row|item) (\d+)", message)
     assert where is not None
-    assert name in EVERY_ROW or int(where[2]) == ROW
+    assert name in damaged.EVERY_ROW or int(where[2]) == damaged.ROW
     for part in [*said, field]:
         assert part in message, f"{part!r} is not in {message!r}"
-    if name in EVERY_ROW:
+    if name in damaged.EVERY_ROW:
         return
     reader = open_rollouts(path, on_error="skip")
     assert len(reader.read()) == COUNT - 1
@@ -68,7 +55,7 @@ def test_a_file_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_expanded_tensor_is_no_damage(tmp_path: Path) -> None:
     """One number in the file, and a row of them in the tensor."""
-    table = tensors(TRL(truth()))
+    table = tensors(damaged.TRL(truth()))
     shape = table["old_per_token_logps"].shape
     table["old_per_token_logps"] = torch.tensor(-0.5).expand(shape)
     found = load_rollouts(write_torch(tmp_path / "x.pt", table))
@@ -78,9 +65,9 @@ def test_an_expanded_tensor_is_no_damage(tmp_path: Path) -> None:
 # At random ---------------------------------------------------------------------------------------
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
-    "torch": torch_file,
-    "safetensors": safe,
-    "parquet": parquet,
+    "torch": damaged.torch_file,
+    "safetensors": damaged.safe,
+    "parquet": damaged.parquet,
     "gzip": lambda f: lines(f, ".gz"),
     "zstd": lambda f: lines(f, ".zst"),
     "JSON lines": lambda f: lines(f, ".jsonl"),
@@ -109,9 +96,9 @@ def test_random_damage_is_an_error_or_harmless(
     before = load_rollouts(path)
     size = path.stat().st_size
     if data.draw(st.booleans()):
-        flipped(path, data.draw(st.integers(0, size - 1)))
+        damaged.flipped(path, data.draw(st.integers(0, size - 1)))
     else:
-        truncated(path, data.draw(st.floats(0, 1, exclude_max=True)))
+        damaged.truncated(path, data.draw(st.floats(0, 1, exclude_max=True)))
     try:
         after = load_rollouts(path)
     except ForkpointError as error:
@@ -124,7 +111,7 @@ def test_random_damage_is_an_error_or_harmless(
 def test_changed_objects_of_a_torch_file_are_an_error_or_harmless(tmp_path: Path) -> None:
     """The archive keeps a right checksum, so that the reader gets to the changed program."""
     source = random.Random(5)
-    table = tensors(VERL(truth()))
+    table = tensors(damaged.VERL(truth()))
     table["prompts"] = torch.nested.as_nested_tensor(list(table["prompts"]), layout=torch.jagged)
     path = write_torch(tmp_path / "x.pt", table)
     with zipfile.ZipFile(path) as archive:
