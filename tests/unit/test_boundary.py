@@ -17,12 +17,6 @@ def microbatch(*, dtype: torch.dtype = torch.float64, tokens: int = 6, grad: boo
     return torch.randn(tokens, 2, 3, generator=generator, dtype=dtype).requires_grad_(grad)
 
 
-def buffers_of(cache: PrefixCache, like: Tensor) -> tuple[Tensor, Tensor]:
-    state, gradient = cache.buffers(KEY, like)
-    assert gradient is not None
-    return state, gradient
-
-
 @pytest.mark.parametrize(
     ("dtype", "wide"),
     [
@@ -35,7 +29,8 @@ def buffers_of(cache: PrefixCache, like: Tensor) -> tuple[Tensor, Tensor]:
 def test_gradients_are_summed_at_least_in_float32(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert accumulate_dtype(dtype) == wide
     cache = PrefixCache(8, gradients=True)
-    state, gradient = buffers_of(cache, microbatch(dtype=dtype))
+    state, gradient = cache.buffers(KEY, microbatch(dtype=dtype))
+    assert gradient is not None
     assert (state.dtype, gradient.dtype) == (dtype, wide)
     assert state.shape == gradient.shape == (8, 2, 3)
 

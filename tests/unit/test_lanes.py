@@ -82,13 +82,6 @@ def test_predicted_lanes(activations: str, tmp_path: Path) -> None:
     assert read_lanes(tmp_path / "lanes.json") == found
 
 
-def test_measured_lanes_without_scores() -> None:
-    events = ("score leaf 0", "forward leaf 0", "backward leaf 0")
-    assert measured_lane(events, (5.0, 1.0, 4.0), (0.0, 0.5, 9.0)) == Lane(
-        events=events[1:], begins=(0.0, 1.0), ready=(0.5, 5.0), ends=(1.0, 5.0)
-    )
-
-
 @pytest.mark.parametrize("scores", [True, False])
 def test_measured_lanes_of_images(scores: bool, tmp_path: Path) -> None:
     """Features that scores have read belong to their pass, and a file of lanes has encoders."""
