@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -38,6 +39,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """torch.empty and its like return NaN, those inside of torch's own kernels too."""
@@ -49,6 +53,19 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """Where a file of real rollouts lies; the test is skipped where it is missing."""
+
+    def find(name: str) -> Path:
+        path = SHARED_DATA / name
+        if not path.is_file():
+            pytest.skip(f"{path} is missing: this test reads real rollouts from there")
+        return path
+
+    return find
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ CONFIGS = (ACROSS, TREE_IN_ROW)
 
 def lora(model: nn.Module, **options: Any) -> PeftModel:
     """Adapters with weights as after some training: at first B is 0, and A gets no gradient."""
-    usual = {"task_type": TaskType.CAUSAL_LM, "r": 3, "target_modules": "all-linear"}
-    config = LoraConfig(**{**usual, "init_lora_weights": False, **options})
+    chosen = {"target_modules": "all-linear", **options}
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=3, init_lora_weights=False, **chosen)
     torch.manual_seed(2)
     with warnings.catch_warnings():  # peft's, on merging and saving such adapters
         warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ Each case changes a tiny model in float32. `FORWARD` change log-probs, so that a
 
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -135,10 +136,36 @@ def class_forward(model: Any, patch: Patch) -> None:
     patch.setattr(kind, "forward", forward)
 
 
+def code_of_a_forward(model: Any, patch: Patch) -> None:
+    kind = type(model.get_submodule(MLP))
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y + 0.1 * y.mean(1, keepdim=True)
+
+    patch.setattr(kind.forward, "__code__", forward.__code__)
+
+
 def instance_forward(model: Any, _: Patch) -> None:
     mlp = model.get_submodule(MLP)
     stock = mlp.forward
     mlp.forward = lambda x: mixed(stock(x))
+
+
+def rotary_function(model: Any, patch: Patch) -> None:
+    module = sys.modules[type(model).__module__]
+    stock = module.apply_rotary_pos_emb  # type: ignore[attr-defined]
+
+    def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+        q, k = stock(q, k, *args, **kwargs)
+        return q / (1 + 0.1 * q.shape[2]), k
+
+    patch.setattr(module, "apply_rotary_pos_emb", apply)
+
+
+def functional(model: Any, patch: Patch) -> None:
+    stock = nn.functional.silu
+    patch.setattr(nn.functional, "silu", lambda x, inplace=False: mixed(stock(x, inplace)))
 
 
 # Attention ---------------------------------------------------------------------------------------
@@ -178,6 +205,10 @@ def custom_mask(model: Any, patch: Patch) -> None:
     model.config._attn_implementation = "eager"
 
 
+def both_directions(model: Any, _: Patch) -> None:
+    model.config.is_causal = False
+
+
 # Layers ------------------------------------------------------------------------------------------
 
 
@@ -189,6 +220,16 @@ def copied_block(model: Any, _: Patch) -> None:
     """A layer copied for depth, with the `layer_idx` of the one it was copied from."""
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
     model.config.num_hidden_layers += 1
+
+
+def one_layer_idx(model: Any, _: Patch) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
+
+
+def swapped_blocks(model: Any, _: Patch) -> None:
+    layers = model.model.layers
+    layers[0], layers[2] = layers[2], layers[0]
 
 
 def shared_mlp(model: Any, _: Patch) -> None:
@@ -222,15 +263,20 @@ FORWARD: dict[str, Change] = {
     "hook on the causal model": hook_of_the_causal_model,
     "global forward hook": global_forward_hook,
     "hook that mixes tokens": forward_hook(MLP, mixed),
+    "hook that depends on the length": forward_hook(MLP, lambda x: x / (1 + x.shape[1] / 8)),
     "hook that draws numbers": forward_hook(MLP, lambda x: x + 0.1 * torch.randn_like(x)),
     "NEFTune": neftune,
     "weight norm on the head": normed(HEAD),
     "RReLU in training": random_activation,
     "class's forward patched": class_forward,
+    "code of a forward replaced": code_of_a_forward,
     "forward on the instance": instance_forward,
+    "rotary function replaced": rotary_function,
     "attention function registered": custom_attention,
     "attention function replaced": replaced_attention,
     "mask function replaced": custom_mask,
+    "torch.nn.functional replaced": functional,
+    "attention in both directions": both_directions,
     "block used twice": shared_block,
 }
 
@@ -254,6 +300,8 @@ REFUSED: dict[str, Change] = {
 
 EXACT: dict[str, Change] = {
     "copied block": copied_block,
+    "every layer_idx 0": one_layer_idx,
+    "blocks swapped": swapped_blocks,
     "MLP used twice": shared_mlp,
     "weights of two layers tied": tied_layers,
     "hidden states collected before": hidden_states_collected,

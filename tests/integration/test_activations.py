@@ -112,6 +112,29 @@ def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert moved[1] - moved[0] >= sum(p.numel() * 2 for p in blocks if p.dim() > 1)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_alone")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_compiled_blocks() -> None:
+    """Compiled for autograd once: no place of activations or of the cache compiles more."""
+    model = tiny_model("qwen3", dtype=torch.float32, num_hidden_layers=2)
+    batch, loss = forked_batch(), losses.GRPO()
+    expected = dense_run(model, batch, loss).gradients
+    graphs, found = [], []
+    for activations, place in (*((each, "device") for each in RESIDENCIES), ("keep", "host")):
+        config = replace(ACROSS, activations=activations, prefix_cache=place, compile_blocks=True)
+        for seed in (0, 1):
+            clear_gradients(model)
+            other = forked_batch(seed=seed, stretch=seed + 1)
+            wrap(model, config).forward_backward(other if seed else batch, loss)
+            if not seed:
+                found.append(gradients_of(model))
+                assert relative_distance(found[-1], expected) < 1e-4
+                assert relative_distance(found[-1], found[0]) == 0
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
+
+
 # What is moved ------------------------------------------------------------------------------------
 
 

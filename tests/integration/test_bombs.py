@@ -72,6 +72,10 @@ def one_row(tokens: int) -> pyarrow.Array:
     return pyarrow.ListArray.from_arrays([0, tokens], np.ones(tokens, np.int8))
 
 
+def one_text(size: int, rows: int) -> pyarrow.Array:
+    return pyarrow.DictionaryArray.from_arrays(np.zeros(rows, np.int8), ["y" * size])
+
+
 def safetensors(shape: list[int]) -> bytes:
     entry = {"dtype": "I64", "shape": shape, "data_offsets": [0, 32]}
     header = json.dumps({"token_ids": entry}).encode()
@@ -81,22 +85,31 @@ def safetensors(shape: list[int]) -> bytes:
 # By name: the content, and how many rollouts there are or a part of the refusal.
 BOMBS: dict[str, tuple[Callable[[], bytes], int | str]] = {
     "zeros in zstd": (lambda: packed(times(bytes(MIB), 200)), "line 1 takes"),
+    "zeros in gzip": (lambda: gzip.compress(bytes(60 * MIB)), "line 1 takes"),
     "line feeds": (lambda: packed(times(b"\n" * MIB, 2)), "holds no rollouts"),
     "rollouts that are all the same": (
         lambda: packed(times((GOOD[:-2] + b',"x":"' + b"y" * 90_000 + b'"}\n') * 10, 2000)),
         "memory_limit is 640.0 MiB",
     ),
+    "a rollout of 100 million tokens": (
+        lambda: packed(long_rollout(10**8)), "line 1 takes"),
     "a rollout of 2 million tokens": (lambda: packed(long_rollout(2 * 10**6)), 1),
     "a window of 1 GiB": (
         lambda: b"\x28\xb5\x2f\xfd\x00\xa0" + (1).to_bytes(3, "little"), "too much memory"),
     "empty frames": (lambda: zstandard.compress(b"") * 100_000 + zstandard.compress(GOOD), 1),
     "empty members": (lambda: gzip.compress(b"") * 20_000 + gzip.compress(GOOD), 1),
     "empty lists": (lambda: with_value("[" + "[]," * 100_000 + "[]]"), 1),
+    "empty lists on a long line": (
+        lambda: packed([with_value("[" + "[]," * 14_000_000 + "[]]")]), "line 1 takes"),
     "brackets": (lambda: with_value("[" * 5_000_000), "nested too deep"),
     "a number of a million digits": (lambda: with_value("9" * 10**6), "limit (4300 digits)"),
     "a large exponent": (lambda: with_value("1e999999999"), 1),  # an infinity, among the extras
+    "the same key over and over": (
+        lambda: b"{" + b",".join([b'"a":0'] * 500_000) + b"}\n", "the key 'a' twice"),
     "a parquet row of 50 million tokens": (
         lambda: parquet("token_ids", one_row(50 * 10**6)), "row group 0 takes"),
+    "a parquet text of 2 MiB for 20,000 rows": (
+        lambda: parquet("x", one_text(2 * MIB, 20_000)), "no known format"),
     "parquet without metadata": (lambda: b"PAR1" + bytes(1000) + b"PAR1", "cannot be read as parq"),
     "safetensors of 2**62 entries": (lambda: safetensors([2**62]), "cannot be read as safetensors"),
 }  # fmt: skip

@@ -160,6 +160,19 @@ def test_scores_in_inference_mode_measure(cache: Path) -> None:
     assert policy.plan(forked_batch()).predicted_ms
 
 
+@pytest.mark.slow
+def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None:
+    model = random_model(MODEL, torch.float32, 0).train()
+    policy = wrap(model)
+    plan = policy.forward_backward(forked_batch(), losses.GRPO()).plan
+    assert plan.predicted_ms
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    policy.forward_backward(forked_batch(), losses.GRPO(), plan=plan)
+    for p, x in zip(model.parameters(), found, strict=True):
+        assert p.grad is not None and x is not None and torch.equal(p.grad, x)
+
+
 def test_where_nothing_is_measured_prices_are_nominal(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,6 @@ OPTIONS: dict[str, Config] = {
     "within": replace(ACROSS, boundary="within", max_microbatch_tokens=200),
     "recomputed": replace(CHAIN, activations="recompute"),
     "offloaded": replace(CHAIN, activations="offload"),
-    "hosted": replace(CHAIN, prefix_cache="host"),
     "blocks checkpointed": replace(CHAIN, checkpointing="full"),
     "MLPs checkpointed": replace(CHAIN, checkpointing="selective"),
 }

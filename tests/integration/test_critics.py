@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_models import lora
-from peft import TaskType
+from peft import LoraConfig, TaskType, get_peft_model
 from sabotage import ACROSS_MICROBATCHES
 from scenarios import CHAIN, EVERY, TIGHT, acceptance_batch
 from steps import ACROSS, forked_batch, model_state
@@ -147,22 +146,25 @@ def frozen_trunk(model: nn.Module) -> nn.Module:
     return model
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """With peft's own task type, which trains a copy of `score`."""
-    targets = ["q_proj", "v_proj", "down_proj"]
-    return lora(model, task_type=TaskType.TOKEN_CLS, target_modules=targets)
+def lora(model: nn.Module, **options: Any) -> nn.Module:
+    """With peft's own task type, which trains a copy of `score`, unless told otherwise."""
+    chosen = {"target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    config = LoraConfig(**{"task_type": TaskType.TOKEN_CLS, "r": 3, **chosen})
+    config.init_lora_weights = False
+    torch.manual_seed(2)
+    return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
-def adapted_score(model: nn.Module) -> nn.Module:
-    return lora(model, task_type=None, target_modules=["q_proj", "score"])
+def lora_on_the_score(model: nn.Module) -> nn.Module:
+    return lora(model, target_modules=["q_proj", "score"], task_type=None)
 
 
 STATES: list[Callable[[nn.Module], nn.Module]] = [
     checkpointed,
     frozen_trunk,
     nn.Module.eval,
-    adapted,
-    adapted_score,
+    lora,
+    lora_on_the_score,
 ]
 
 

@@ -42,6 +42,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: frozen_below(tiny_model("qwen3")),
     "lora": lambda: lora(small_model("qwen3")),
     "delta rule": lambda: tiny_hybrid("qwen3_5_text", kinds=MIXED + MIXED),
+    "mamba": lambda: tiny_hybrid("granitemoehybrid", kinds=MIXED + MIXED),
+    "experts": lambda: small_model(
+        "qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        experts_implementation="eager",
+    ),
 }
 
 

@@ -48,6 +48,12 @@ def only_the_head(model: nn.Module) -> nn.Module:
     return model
 
 
+def only_the_last_mlp(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    model.get_submodule("model.layers.2.mlp").requires_grad_(True)
+    return model
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     checkpointing(model, use_reentrant=False)
     return model
@@ -69,6 +75,7 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
     plain,
     frozen_below,
     only_the_head,
+    only_the_last_mlp,
     checkpointed,
     checkpointed_partly,
     keeping_hidden_states,

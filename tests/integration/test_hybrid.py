@@ -32,6 +32,12 @@ CONFIGS: tuple[Config, ...] = (
 )
 
 
+# Microbatches of 2 tokens: all but the shortest segments are chains, shorter than the convolution.
+SHORTEST = [
+    Config(sharing="tree", boundary=b, max_microbatch_tokens=2) for b in ("across", "mixed")
+]  # type: ignore[arg-type]
+
+
 def truth(model: PreTrainedModel, batch: RolloutBatch, loss: Any) -> Truth:
     return measure(model, with_logprobs(batch, own_logprobs(model, batch)), as_loss(loss))
 
@@ -74,6 +80,12 @@ def test_limits_of_time_steps() -> None:
     """They bind: some time steps of the model are below, and some above."""
     model, loss = tiny_hybrid("granitemoehybrid", time_step_limit=(1.3, 1.4)), LOSSES["grpo"]
     check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:7])
+
+
+@pytest.mark.slow
+def test_microbatches_shorter_than_the_convolution() -> None:
+    model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
+    check(model, truth_of("qwen3_5_text", "grpo"), loss, SHORTEST)
 
 
 LONG = [

@@ -207,9 +207,8 @@ def test_faults_are_found(fault: Callable[..., None], monkeypatch: pytest.Monkey
 # ------------------------------------------------------------
 
 
-def trained(ids: list[int], *media: Media, types: list[int] | None = None) -> list[Rollout]:
+def trained(ids: list[int], media: list[Media], types: list[int]) -> list[Rollout]:
     mask = [0] * (len(ids) - 1) + [1]
-    types = types or [int(token == IMAGE) for token in ids]
     return [Rollout(ids, mask, 1.0, media=media, media_types=types)]
 
 
@@ -218,35 +217,51 @@ def pixels(family: str, **inputs: Any) -> Media:
 
 
 ONE, FOUR = image("qwen3_vl"), [IMAGE] * 4
-SHOWN = [3, *FOUR, 4]
 EYE, GRID = np.eye(16, 96), np.array([[1, 4, 4]])
-AT_SIX, IN_TWO = [0, 1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 1, 0]
+TILES = np.zeros((1, 2, 3, 16, 16))
 REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
-    "text alone": ("glm4v", trained(SHOWN, ONE), "text alone"),
-    "both ways": ("gemma3", trained(SHOWN, ONE), "both directions"),
-    "both ways too": ("gemma4", trained(SHOWN, ONE), "both directions"),
-    "neighbours": ("qwen3_vl", trained([3, *FOUR, *FOUR, 4], ONE, ONE), "without a token between"),
-    "sampled": ("qwen3_vl", trained([*SHOWN, IMAGE, 5], ONE, types=AT_SIX), "at position 6 of"),
+    "text alone": ("glm4v", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "text alone"),
+    "both ways": ("gemma3", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both directions"),
+    "both ways too": (
+        "gemma4",
+        trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]),
+        "both directions",
+    ),
+    "input": (
+        "qwen3_vl",
+        trained([3, *FOUR, 4], [pixels("qwen3_vl", sizes=np.ones(1))], [0, 1, 1, 1, 1, 0]),
+        "input 'sizes'",
+    ),
+    "neighbours": (
+        "qwen3_vl",
+        trained([3, *FOUR, *FOUR, 4], [ONE, ONE], [0, *[1] * 8, 0]),
+        "without a token between",
+    ),
+    "sampled": (
+        "qwen3_vl",
+        trained([3, *FOUR, 4, IMAGE, 5], [ONE], [0, 1, 1, 1, 1, 0, 0, 0]),
+        "at position 6 of rollout 0",
+    ),
     "other tokens": (
         "qwen3_vl",
-        trained([3, 7, 7, 7, 7, 4], ONE, types=[0, 1, 1, 1, 1, 0]),
+        trained([3, 7, 7, 7, 7, 4], [ONE], [0, 1, 1, 1, 1, 0]),
         "token 7 at position 1",
     ),
     "cut": (
         "qwen3_vl",
-        trained([3, *FOUR[:3], 4], Media("image", ONE.inputs, 3)),
+        trained([3, *FOUR[:3], 4], [Media("image", ONE.inputs, 3)], [0, 1, 1, 1, 0]),
         "whose product is 12: 4 patches",
     ),
     "types of other tokens": (
         "qwen3_vl",
-        trained([3, *FOUR[:2], 7, *FOUR[2:], 4], ONE, types=IN_TWO),
+        trained([3, *FOUR[:2], 7, *FOUR[2:], 4], [ONE], [0, 1, 1, 0, 1, 1, 0]),
         "no positions",
     ),
     **{
-        name: (family, trained(SHOWN, medium), message)
+        name: (family, trained([3, *FOUR, 4], [medium], [0, 1, 1, 1, 1, 0]), message)
         for name, family, medium, message in (
-            ("input", "qwen3_vl", pixels("qwen3_vl", sizes=np.ones(1)), "input 'sizes'"),
             ("floats", "qwen3_vl", pixels("qwen3_vl", image_grid_thw=GRID / 1.0), "takes int64"),
+            ("bytes", "qwen3_vl", pixels("qwen3_vl", image_grid_thw=GRID.astype("u1")), "uint8"),
             ("flat", "qwen3_vl", pixels("qwen3_vl", image_grid_thw=GRID[0]), r"int64 \[1, 4, 4\]"),
             ("rows", "qwen3_vl", pixels("qwen3_vl", pixel_values=np.ones((8, 96))), "has 8 rows"),
             ("no grid", "qwen3_vl", Media("image", {"pixel_values": EYE}, 4), "lacks the input"),
@@ -255,10 +270,20 @@ REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
             ("NaN", "internvl", pixels("internvl", pixel_values=EYE * np.nan), "NaN or infinite"),
             ("infinite", "internvl", pixels("internvl", pixel_values=EYE - np.inf), "infinite"),
             ("no rows", "internvl", pixels("internvl", pixel_values=np.ones(())), "dimensions"),
+            ("shape", "internvl", pixels("internvl", pixel_values=EYE), r"pixel_values \[16, 96\]"),
             ("kwargs", "internvl", pixels("internvl", kwargs=np.ones(1)), "input 'kwargs'"),
             ("one", "mistral3", Media("image", image("mistral3").inputs, 4), "gives 16 features"),
         )
     },
+    "tiles of zeros, which the model leaves out": (
+        "smolvlm",
+        trained(
+            [3, *FOUR, *FOUR, 4],
+            [Media("image", {"pixel_values": np.eye(2)[None, :, :1, None, None] + TILES}, 8)],
+            [0, *[1] * 8, 0],
+        ),
+        "gives 4 features",
+    ),
 }
 
 
@@ -281,7 +306,7 @@ def test_arrays_that_torch_does_not_take_as_they_are() -> None:
     found = []
     for given in (values.copy(), values, values.astype(">f8"), backwards):
         medium = Media("image", {"pixel_values": given, "image_grid_thw": grid}, 4)
-        found.append(policy.score(trained(SHOWN, medium)).logprobs)
+        found.append(policy.score(trained([3, *FOUR, 4], [medium], [0, 1, 1, 1, 1, 0])).logprobs)
     assert all(torch.equal(each, found[0]) for each in found)
 
 

@@ -415,6 +415,14 @@ def test_a_plan_is_of_what_its_loss_needs() -> None:
         policy.with_config(all_logprobs=True).forward_backward(batch, GRPO(), plan=small)
 
 
+def test_a_plan_says_what_gives_no_gradient() -> None:
+    plan = wrap(model(), TREE).plan(ADVANTAGES, GRPO())
+    text = plan.explain()
+    assert "rollouts (whole groups) without gradient, not run" in text and "5 (1)" in text
+    stats = step(GRPO(), ADVANTAGES, TREE)
+    assert f"({plan.left_out.tokens} without gradient left out)" in repr(stats)
+
+
 def test_every_policy_loss_says_when_it_is_zero() -> None:
     """One that is added has to decide, and stand above."""
     known = {type(loss) for loss in OF_ADVANTAGES.values()}

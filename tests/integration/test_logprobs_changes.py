@@ -76,6 +76,11 @@ def other_data(model: Any) -> None:
     weight.data = weight.data * 1.5
 
 
+def averaged(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
 def one_written(model: Any) -> None:
     layer_of(model).self_attn.v_proj.weight.data.mul_(1.5)
 
@@ -98,6 +103,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], object], str, bool]] = {
     "adapters merged": ("adapters", merge, "merged|other data", False),
     "a scale of an adapter": ("adapters", rescale, "v_proj.scaling", False),
     "other data": ("qwen3", other_data, "mlp.up_proj.weight was written to or has", False),
+    "averaged weights": ("qwen3", averaged, "values differ from those", True),
     "one weight written by data": ("qwen3", one_written, "values differ from those", True),
     "another module": ("qwen3", replaced, rf"\({LAYER}.mlp\)", False),
     "a parameter frozen": ("qwen3", frozen, "up_proj.weight does not require", False),
@@ -105,7 +111,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], object], str, bool]] = {
 }
 IN_CORE = (
     *("another adapter", "adapters merged", "a scale of an adapter", "other data"),
-    *("one weight written by data", "another module", "a parameter frozen"),
+    *("averaged weights", "another module", "a parameter frozen"),
 )
 
 

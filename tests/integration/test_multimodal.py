@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 from commands import Shell
-from host_models import lora, quiet_peft
+from host_models import checkpointing, lora, quiet_peft
 from peft import PeftModel
-from steps import clear_gradients, forked_batch, gradients, relative_distance
+from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
 from test_images import BAR, CONFIGS, gradients_by_rollout, tower, weighted
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.hosts.transformers import calls
 from forkpoint.hosts.transformers.families import MULTIMODAL
-from forkpoint.losses import GRPO
+from forkpoint.losses import GRPO, GSPO
+from forkpoint.losses.base import as_loss
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts
 from lanes import slow_besides
@@ -89,6 +91,36 @@ def test_faults_are_found(
     if fault is not leaving_early:
         with pytest.raises(UnsupportedError, match="differ from the model's"):
             policy.forward_backward(BATCH, GRPO())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_losses_scores_and_recomputation(family: str) -> None:
+    """Losses of rollouts, scores, log-probs of a loss outside, and recomputation."""
+    model = tiny_multimodal(family)
+    with lifted_upcasts(model):
+        policy = wrap(model, ACROSS)
+        for loss in (GRPO(kl=0.1), GSPO()):
+            dense = dense_run(model, BATCH, loss)
+            clear_gradients(model)
+            stats = policy.forward_backward(BATCH, loss)
+            assert stats.loss == pytest.approx(dense.loss, rel=BAR)
+            assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+        dense = dense_run(model, BATCH, as_loss(weighted))
+        assert (policy.score(BATCH).logprobs - dense.per_token["logprobs"]).abs().max() < BAR
+        clear_gradients(model)
+        found = policy.logprobs(BATCH)
+        batch_mask = torch.tensor(BATCH.loss_mask)
+        advantages = torch.tensor(BATCH.advantages)
+        (-(found * advantages)[batch_mask].sum()).backward()
+        assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+        clear_gradients(model)
+        policy.with_config(checkpointing="full").forward_backward(BATCH, weighted)
+        assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+        clear_gradients(model)
+        checkpointing(model, use_reentrant=False)
+        policy.forward_backward(BATCH, weighted)
+        assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
 
 
 @pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], MULTIMODAL))
@@ -175,6 +207,19 @@ def test_a_tower_that_trains_alone_is_refused() -> None:
         policy.forward_backward(BATCH, GRPO())
     model.lm_head.weight.requires_grad_()
     policy.forward_backward(BATCH, GRPO())
+
+
+def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
+    """AutoModelForCausalLM gives the multimodal class of Gemma 3, and names stay those of it."""
+    model = tiny_multimodal("gemma3", dtype=torch.float32)
+    policy = wrap(model)
+    policy.forward_backward(BATCH, GRPO())
+    names = set(model.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert type(loaded) is type(model) and set(loaded.state_dict()) == names
+    wrap(loaded.train()).forward_backward(BATCH, GRPO())
+    assert relative_distance(gradients(loaded), gradients(model)) < 2e-5
 
 
 @pytest.mark.parametrize("family", slow_besides(FAST, MULTIMODAL))

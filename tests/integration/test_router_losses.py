@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.losses import GRPO, GSPO, RouterLoss
+from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
@@ -115,10 +115,26 @@ def test_router_losses_equal_ordinary_training(family: str) -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_with_a_loss_that_couples_tokens() -> None:
-    wanted = ordinary(tiny(), loss=GSPO())
+@pytest.mark.parametrize("loss", slow_besides([GSPO()], [GSPO(), DPO()]), ids=type)
+def test_with_losses_that_couple_rollouts(loss: Loss) -> None:
+    batch = BATCH
+    if isinstance(loss, DPO):
+        pairs = [(0, 1), (4, 6), (2, 5)]
+        batch = RolloutBatch(
+            Rollout(
+                BATCH[i].token_ids,
+                BATCH[i].loss_mask,
+                1.0 - side,
+                reference_logprobs=[-3.0] * len(BATCH[i].token_ids),
+                group_id=group,
+            )
+            for group, pair in enumerate(pairs)
+            for side, i in enumerate(pair)
+        )
+    wanted = ordinary(tiny(), loss=loss, batch=batch)
     router = RouterLoss(LOAD_BALANCING, Z)
-    assert not step_faults(wrap(tiny(), ACROSS), tiny(), wanted, router, loss=GSPO())
+    policy = wrap(tiny(), ACROSS)
+    assert not step_faults(policy, tiny(), wanted, router, loss=loss, batch=batch)
 
 
 def frozen_routers(model: PreTrainedModel) -> None:

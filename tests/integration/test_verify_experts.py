@@ -133,6 +133,16 @@ def test_routes_decide_what_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_recomputed_layers_take_the_same_routes() -> None:
+    """Within a backward, after other microbatches have run."""
+    config = replace(ACROSS, checkpointing="full", activations="recompute")
+    report = wrap(expert_model("deepseek_v3"), config).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    plain = report_of("deepseek_v3")
+    assert report.nearest.shared_error == pytest.approx(plain.nearest.shared_error, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_float32_and_autocast_and_adapters() -> None:
     model = expert_model("qwen3_moe", torch.float32)
     assert wrap(model, ACROSS).verify(expert_batch(), LOSS).passed

@@ -77,6 +77,7 @@ def through_routes(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> 
     return stats.loss + float(decisions.sum() + 1000 * elsewhere.sum())
 
 
+TEMPERATURES = [*group(1, 3, 9, 7), *group(1, 2, 9, 5, temperature=0.7)]
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
 CASES: dict[str, Case] = {
     "GRPO": of(),
@@ -87,16 +88,22 @@ CASES: dict[str, Case] = {
     "a critic": of(make=critic, loss=ValueLoss(), rollouts=(valued(UNEQUAL[0]),)),
     "log-probs": of(step=through_logprobs),
     "a function": of(step=through_function),
+    "temperatures": of(rollouts=(TEMPERATURES,)),
     "accumulated": of(steps=2),
     "replicas": of(hold=over_replicas),
+    "replicas, log-probs": of(hold=over_replicas, step=through_logprobs),
     "recomputed": of(config=replace(DEEP, activations="recompute")),
     "hosted, DPO": of(config=HOSTED, loss=DPO(), rollouts=(pairs(0, 3),)),
     "hosted, experts": of(config=HOSTED, **EXPERTS),
     "hosted, gated linear attention": of(config=HOSTED, make=gated_linear_attention),
+    "selective checkpoints": of(config=replace(DEEP, checkpointing="selective")),
     "the model's checkpoints": of(alone=checkpointed),
     "within microbatches": of(config=Config(sharing="tree", boundary="within")),
+    "dense": of(config=Config(sharing="none", boundary="within", max_microbatch_tokens=48)),
     "LoRA": of(make=lora),
     "last layer alone": of(alone=frozen_but(-1)),
+    "first layer alone": of(alone=frozen_but(0)),
+    "tied": of(sizes={"tie_word_embeddings": True}),
     "softcaps and windows": of(
         family="gemma2", sizes={"query_pre_attn_scalar": 8, "sliding_window": 7}
     ),
@@ -109,6 +116,7 @@ CASES: dict[str, Case] = {
     # Four ranks.
     "data": of(rollouts=UNEQUAL),
     "data, hybrid shards": of(rollouts=UNEQUAL, hold=over_both),
+    "data, a function": of(rollouts=UNEQUAL, step=through_function),
     "data, coupled over ranks": of(rollouts=UNEQUAL, loss=OfAllRanks()),
     "data, a rank without rollouts": of(rollouts=EMPTY, loss=GSPO()),
     "data, replayed experts": of(**EXPERTS, rollouts=tuple(map(routed, UNEQUAL))),

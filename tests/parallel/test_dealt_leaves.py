@@ -56,21 +56,25 @@ def dealt(folder: Path, case: Case, work: Callable[..., Any] = compared, *more: 
 
 WIDE = group(7, 7, 40, 9)
 NAMES = (
-    *("key heads that ranks do not divide", "a critic", "log-probs", "replicas", "LoRA"),
-    *("the model's checkpoints", "last layer alone", "softcaps and windows", "latent attention"),
-    *("sinks and windows", "replayed experts", "data, coupled over ranks"),
+    *("key heads that ranks do not divide", "a critic", "log-probs", "temperatures", "replicas"),
+    *("selective checkpoints", "the model's checkpoints", "LoRA", "last layer alone"),
+    *("first layer alone", "tied", "softcaps and windows", "latent attention"),
+    *("sinks and windows", "replayed experts", "data, a function", "data, coupled over ranks"),
     *("data, a rank without rollouts", "tensor", "experts of several ranks"),
 )
 DEALT: dict[str, Case] = {
     **{name: CASES[name] for name in NAMES},
     "GSPO, one key head": replace(CASES["GSPO, one key head"], rollouts=(WIDE,)),
+    "two depths": of(rollouts=(branching(5, 5),)),
     "two depths, two passes": of(rollouts=(branching(5, 5),), loss=GSPO()),
     "two depths, recomputed": of(
         rollouts=(branching(5, 5),), config=replace(DEEP, activations="recompute")
     ),
     "no prompt": of(config=Config(sharing="none", boundary="within")),
+    "within microbatches": of(config=Config(sharing="tree", boundary="within")),
     "a long chain": of(rollouts=(group(4, 5, 150, 9),)),
     "four, two key heads": Case(cp=4, rollouts=(WIDE,)),
+    "stages": stages.CASES["context, two passes"],
     "stages, recomputed": stages.CASES["context, recomputed"],
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from cases_of_ranks import Case, check, named, over_replicas
 from processes import run_ranks
 from scenarios_of_ranks import (
@@ -15,6 +16,7 @@ from scenarios_of_ranks import (
     Scenario,
     compared,
     replicated,
+    said,
     sharded,
     through_logprobs,
 )
@@ -22,7 +24,7 @@ from test_dealt_leaves import dealt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from forkpoint import Config
+from forkpoint import Config, RolloutBatch, wrap
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GSPO
 from forkpoint.rollouts.rollout import Rollout
@@ -82,9 +84,12 @@ LOCKSTEP = replace(ONCE, gather="microbatch")
 SCENARIOS = {
     "in lockstep": LOCKSTEP,
     "in lockstep, a rank of text": replace(LOCKSTEP, rollouts=TEXT, steps=2),
+    "in lockstep, two passes": replace(LOCKSTEP, rollouts=TEXT, loss=GSPO()),
+    "in lockstep, a frozen tower": replace(LOCKSTEP, rollouts=TEXT, alone=frozen_tower),
     "in lockstep, tower and last layer": replace(
         LOCKSTEP, rollouts=TEXT, alone=tower_and_last_layer
     ),
+    "in lockstep, the tower alone": replace(LOCKSTEP, rollouts=TEXT, alone=frozen_text),
     "in lockstep, nothing on a rank": replace(LOCKSTEP, rollouts=(TEXT[0], [])),
     "in lockstep, the tower alone, nothing on a rank": replace(
         LOCKSTEP, rollouts=(TEXT[0], []), alone=frozen_text
@@ -104,7 +109,9 @@ SCENARIOS = {
     ),
     "fully_shard": ONCE,
     "one group of weights": replace(ONCE, wrap=sharded, loss=GSPO(), steps=2),
+    "a rank of text": replace(ONCE, rollouts=TEXT),
     "a rank of text, the tower alone": replace(ONCE, rollouts=TEXT, alone=frozen_text),
+    "DistributedDataParallel": replace(ONCE, wrap=replicated, rollouts=TEXT),
     "DistributedDataParallel, the tower alone": replace(
         ONCE, wrap=replicated, rollouts=TEXT, alone=frozen_text
     ),
@@ -144,6 +151,35 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
             assert found["gather"] == "microbatch"
 
 
+def text_below_a_frozen_model() -> str:
+    model = qwen3_vl()
+    frozen_text(model)
+    policy = wrap(by_blocks(model))
+    return said(lambda: policy.forward_backward(RolloutBatch(TEXT[1]), GSPO()))
+
+
+@pytest.mark.slow
+def test_text_on_every_rank_needs_a_language_model_that_trains() -> None:
+    for message in run_ranks(2, text_below_a_frozen_model):
+        assert "no parameter that these rollouts run requires a gradient" in message, message
+
+
+def untrained_tower() -> list[str]:
+    model = qwen3_vl()
+    policy = wrap(by_blocks(model))
+    batch = RolloutBatch(Scenario().rollouts[dist.get_rank()])
+    policy.forward_backward(batch, GSPO())
+    assert policy.verify(batch, GSPO()).passed
+    return [n for n, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.slow
+def test_gradients_of_the_tower_stay_none() -> None:
+    first, second = run_ranks(2, untrained_tower)
+    assert first == second
+    assert first and all(name.startswith("model.visual.") for name in first)
+
+
 # Microbatches that lie on several ranks: each encodes all images
 # ------------------------------------------------------------
 
@@ -163,6 +199,7 @@ PARTS = {
     },
     "video": in_parts("qwen3_vl", videos("qwen3_vl"), hold=over_replicas),
     "equal tokens": in_parts("qwen2_5_vl", equal_tokens("qwen2_5_vl"), hold=over_replicas),
+    "text": in_parts("qwen3_vl", TEXT[1]),
     "log-probs": in_parts("qwen3_vl", group("qwen3_vl"), step=through_logprobs),
     "sharded tower, two passes": in_parts(
         "qwen3_vl", group("qwen3_vl"), hold=tower_over_all, loss=GSPO(), steps=2

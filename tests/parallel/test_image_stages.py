@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases_of_ranks import Case, check, named, over_trained_replicas
+from cases_of_ranks import Case, check, named, over_replicas, over_trained_replicas
 from processes import run_ranks
-from scenarios_of_ranks import said
+from scenarios_of_ranks import said, through_logprobs
 from test_image_ranks import frozen_text, frozen_tower, tower_and_last_layer
 from test_stages_of_ranks import mesh_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,10 +38,13 @@ CASES = {
     "video, three stages": multimodal("qwen3_vl", videos("qwen3_vl"), pp=3),
     "mistral3": multimodal("mistral3", tool_tree("mistral3")),
     "internvl, two passes": multimodal("internvl", group("internvl"), loss=GSPO(), steps=2),
+    "tied": multimodal("qwen3_vl", group("qwen3_vl"), text={"tie_word_embeddings": True}),
+    "log-probs": multimodal("qwen3_vl", TREE, step=through_logprobs),
     "a frozen tower": multimodal("qwen3_vl", TREE, alone=frozen_tower),
     "the tower alone": multimodal("qwen3_vl", TREE, alone=frozen_text),
     "text of gemma3": multimodal("gemma3", TEXT),
     "text, below the head frozen": multimodal("qwen3_vl", TEXT, alone=tower_and_last_layer),
+    "data ranks": multimodal("qwen3_vl", TREE, TEXT, hold=over_replicas),
     "data ranks, a frozen stage": multimodal(
         "qwen3_vl", TREE, TEXT, hold=over_trained_replicas, alone=last_layer
     ),
@@ -70,6 +73,16 @@ def test_the_first_stage_alone_has_the_encoder() -> None:
     assert not any(name.startswith("model.visual.") for name in second)
 
 
+def verified() -> bool:
+    policy = wrap(tiny_multimodal("qwen3_vl"), mesh=mesh_of(2))
+    return policy.verify(RolloutBatch(tool_tree("qwen3_vl")), GRPO()).passed
+
+
+@pytest.mark.slow
+def test_verify_passes_on_stages() -> None:
+    assert all(run_ranks(2, verified))
+
+
 def too_many() -> str:
     model = tiny_multimodal("qwen3_vl", num_hidden_layers=2)
     model.config.vision_config.deepstack_visual_indexes = [0, 0]
@@ -81,6 +94,19 @@ def test_layers_that_read_features_lie_on_the_first_stage() -> None:
     for message in run_ranks(2, too_many):
         assert message.startswith("PlanError") and "Take 1 to 1 stages." in message
         assert "features of images enter after the first 2" in message
+
+
+def text_below_a_frozen_model() -> str:
+    model = tiny_multimodal("qwen3_vl")
+    frozen_text(model)
+    policy = wrap(model, mesh=mesh_of(2))
+    return said(lambda: policy.forward_backward(RolloutBatch(TEXT), GRPO()))
+
+
+@pytest.mark.slow
+def test_text_needs_a_language_model_that_trains() -> None:
+    for message in run_ranks(2, text_below_a_frozen_model):
+        assert "no parameter that these rollouts run requires a gradient" in message, message
 
 
 def sharded_stages() -> str:

@@ -19,7 +19,7 @@ from scenarios_of_ranks import (
     replicated,
 )
 from test_prompt_exchange import MIXED, TWO
-from test_ranks import mamba, with_experts
+from test_ranks import lora, mamba, with_experts
 
 from forkpoint import Config, Rollout
 from forkpoint.losses import GRPO, GSPO
@@ -46,11 +46,15 @@ SCENARIOS = {
     "fully_shard, some on each": Scenario(rollouts=(zero(UNEQUAL[0], 0, 4, 5), FIRST[1])),
     "fully_shard, all": Scenario(rollouts=NOTHING),
     "fully_shard, nothing trained on one": Scenario(rollouts=UNTRAINED),
+    "fully_shard, GSPO": Scenario(rollouts=FIRST, loss=GSPO()),
+    "fully_shard, gathered once": Scenario(rollouts=FIRST, gather="step"),
     "fully_shard, experts": Scenario(rollouts=FIRST, make=with_experts),
     "fully_shard, Mamba-2": Scenario(rollouts=FIRST, make=mamba),
     "fully_shard, as the planner likes": Scenario(rollouts=FIRST, config=Config(), gather="auto"),
+    "DistributedDataParallel, a rank without": Scenario(wrap=replicated, rollouts=FIRST),
     "DistributedDataParallel, all": Scenario(wrap=replicated, rollouts=NOTHING),
     "DistributedDataParallel, GSPO": Scenario(wrap=replicated, rollouts=FIRST, loss=GSPO()),
+    "DistributedDataParallel, all, LoRA": Scenario(wrap=replicated, rollouts=NOTHING, make=lora),
 }
 
 

@@ -1,6 +1,7 @@
 """Calls of a policy on ranks: scores, log-probs, functions as losses, and what is refused."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ def test_denominators_that_are_given_and_nothing_trained(wrap: Any) -> None:
 
 # Refusals, the same on all ranks
 # ------------------------------------------------------------
+
+
+def bad_rollout(wrap: Any) -> tuple[str, bool, float]:
+    policy, alone = policies(wrap)
+    rollouts = UNEQUAL[dist.get_rank()]
+    if dist.get_rank() == 1:
+        rollouts = [Rollout([1, 2, 10**6], [0, 1, 1], 1.0)]
+    found = said(lambda: policy.forward_backward(RolloutBatch(rollouts), GRPO()))
+    clean = all(p.grad is None for p in policy.host.model.parameters())
+    policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
+    return found, clean, apart(policy, alone)
+
+
+@sharded_first
+@pytest.mark.slow
+def test_a_bad_rollout_of_one_rank_is_an_error_on_all(wrap: Any) -> None:
+    first, second = run_ranks(2, bad_rollout, wrap)
+    assert first[0].startswith("RankError: rank 1 cannot run this step") and "1000000" in first[0]
+    assert second[0].startswith("RolloutError") and "1000000" in second[0]
+    for _, clean, error in (first, second):
+        assert clean and error < BAR
 
 
 def other_calls() -> str:
@@ -273,16 +296,13 @@ def spread_over_ranks(wrap: Any, parts: Any, config: Config) -> tuple[float, flo
     return apart(policy, alone), abs(stats.loss - wanted.loss), worst
 
 
-GATHERED = {
-    "fully_shard, a group on two ranks": (sharded, SPLIT, DEEP),
-    "fully_shard, a rank without rollouts": (sharded, EMPTY, Config(boundary="within")),
-    "DDP, a rank without rollouts": (replicated, EMPTY, DEEP),
-    "DDP, within": (replicated, UNEQUAL, Config(boundary="within")),
-}
+GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GATHERED)
-def test_log_probs_are_gathered_for_losses_that_ask(name: str) -> None:
-    for found in run_ranks(2, spread_over_ranks, *GATHERED[name]):
+@pytest.mark.parametrize(("wrap", "parts", "boundary"), GATHERED)
+def test_log_probs_are_gathered_for_losses_that_ask(wrap: str, parts: str, boundary: str) -> None:
+    rollouts = {"unequal": UNEQUAL, "empty": EMPTY, "split": SPLIT}[parts]
+    config = DEEP if boundary == "across" else Config(boundary="within")
+    for found in run_ranks(2, spread_over_ranks, WRAPS[wrap], rollouts, config):
         assert max(found) < BAR

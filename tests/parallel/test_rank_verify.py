@@ -82,6 +82,8 @@ CASES: dict[str, Case | Routed] = {
     "fully_shard": of_data(loss=GRPO(clip=0.2)),
     "DDP": of_data(hold=over_replicas),
     "a rank without rollouts": of(*EMPTY),
+    "a function under DDP": of_data(hold=over_replicas, loss=own_loss),
+    "two passes": of_data(loss=GSPO()),
     "LoRA": of_data(make=lora),
     "mixed precision": of_data(hold=half, dtype=torch.float32),
     "mixed precision, gathered once": of_data(
@@ -89,6 +91,7 @@ CASES: dict[str, Case | Routed] = {
     ),
     "HSDP": of(*UNEQUAL, *EMPTY, hold=in_hybrid_mesh),
     "tensor": of_one(**TP2),
+    "tensor, float32": of_one(**TP2, dtype=torch.float32),
     "tensor, LoRA, two passes": of_one(**TP2, around=adapted, loss=GSPO()),
     "tensor, latent attention": of_one(**TP2, family="deepseek_v3", sizes=LATENT),
     "tensor x data, fused": of_data(options=TP2_FSDP2, family="phi3", sizes={"pad_token_id": 0}),
@@ -96,13 +99,20 @@ CASES: dict[str, Case | Routed] = {
     "context, data": of_data(cp=2),
     "context, LoRA, two passes": of_one(cp=2, make=lora, loss=GSPO()),
     "stages, tied": of_one(pp=2, sizes={**FOUR_LAYERS, "tie_word_embeddings": True}),
+    "stages, tensor": of_one(pp=2, tp=2, sizes=FOUR_LAYERS),
     "stages, data": of_data(pp=2, sizes=FOUR_LAYERS),
     "stages, images": of(tool_tree("qwen3_vl"), pp=2, make=lambda: tiny_multimodal("qwen3_vl")),
     "routers": Routed(of_data(**MIXED, loss=GSPO()), scope="lists"),
     "routers, DDP": DDP_BATCH,
     "routers, a rank without, rollout": Routed(of(*EMPTY, **MIXED), scope="rollout"),
+    "routers, gathered once": Routed(of_data(**MIXED, config=replace(ANY, gather="step"))),
     "routers, tensor and expert": Routed(
         of(FEW[0], options={"tp_size": 2, "ep_size": 2}, **EXPERTS), scope="lists"
+    ),
+    "routers, data and expert, rollout": Routed(
+        of(*FEW, options={"fsdp_size": 2, "ep_size": 2}, **EXPERTS),
+        scope="rollout",
+        last_token=False,
     ),
     "routers, stages of context": Routed(
         of(FEW[0], pp=2, cp=2, family="qwen3_moe", sizes={**MIXTURE, **FOUR_LAYERS})

@@ -22,14 +22,21 @@ from scenarios_of_ranks import (
     kept_gathered,
     replicated,
     routed,
+    sharded,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from forkpoint import Config, Rollout
 from forkpoint.losses import DPO, GRPO, GSPO, SFT, ValueLoss
 from forkpoint.testing import tiny_model
 from hybrids import tiny_hybrid
 from lanes import slow_besides
+
+
+def norm_and_head(model: Any) -> nn.Module:
+    fully_shard([model.model.norm, model.lm_head])
+    return sharded(model)
 
 
 def checkpointed(model: Any) -> None:
@@ -111,11 +118,14 @@ SCENARIOS = {
     "fully_shard, the first without": Scenario(rollouts=(EMPTY[1], []), config=Config()),
     "fully_shard, accumulated": Scenario(steps=2),
     "fully_shard, head alone": Scenario(wrap=head_alone, make=untied),
+    "fully_shard, norm and head": Scenario(wrap=norm_and_head, make=untied),
     "fully_shard, kept gathered": Scenario(wrap=kept_gathered),
     "fully_shard, checkpointed": Scenario(alone=checkpointed),
     "fully_shard, recomputed": Scenario(config=replace(DEEP, activations="recompute")),
     "fully_shard, LoRA": Scenario(make=lora),
+    "fully_shard, hosted": Scenario(config=HOSTED),
     "fully_shard, hosted, a rank without rollouts": Scenario(config=HOSTED, rollouts=EMPTY),
+    "fully_shard, last layer alone": Scenario(alone=frozen_but(-1)),
     "fully_shard, first layer alone": Scenario(alone=frozen_but(0)),
     "fully_shard, a critic": Scenario(
         make=critic, loss=ValueLoss(), rollouts=tuple(map(valued, UNEQUAL))
@@ -127,6 +137,8 @@ SCENARIOS = {
     ),
     "DDP, hosted experts": Scenario(wrap=replicated, **HOSTED_EXPERTS, loss=GSPO()),
     "DDP, DPO": Scenario(wrap=replicated, rollouts=(pairs(0, 3), pairs(1, 1)), loss=DPO()),
+    "DDP, a rank without rollouts": Scenario(wrap=replicated, rollouts=EMPTY),
+    "DDP, LoRA": Scenario(wrap=replicated, make=lora),
     "DDP, first layer alone": Scenario(wrap=replicated, alone=frozen_but(0)),
     "DDP, sums in float32": Scenario(
         wrap=replicated, config=replace(DEEP, grad_accumulation_dtype="float32"), steps=2

@@ -119,14 +119,18 @@ WITHIN = Config(sharing="tree", boundary="within")
 ONCE = replace(DEEP, gather="step")
 DATA: dict[str, Routed] = {
     "batch": Routed(),
+    "batch, counts given": Routed(given=True),
     "rollout": Routed(scope="rollout"),
     "one microbatch each": Routed(mixture(config=WITHIN)),
     "without last tokens": Routed(last_token=False, scope="rollout", given=True),
     "a coupling loss": Routed(mixture(loss=GSPO())),
     "a rank without rollouts": Routed(mixture(rollouts=EMPTY)),
     "the last without": Routed(mixture(rollouts=FIRST_EMPTY), scope="rollout"),
+    "gathered once, a rank without": Routed(mixture(config=ONCE, rollouts=EMPTY)),
     "gathered once": Routed(mixture(config=ONCE), scope="lists", given=True),
     "DDP": Routed(mixture(hold=over_replicas)),
+    "DDP, counts given": Routed(mixture(hold=over_replicas), given=True, last_token=False),
+    "DDP, a rank without": Routed(mixture(hold=over_replicas, rollouts=EMPTY)),
     "DDP, lists, a coupling loss": Routed(
         mixture(hold=over_replicas, loss=GSPO(), rollouts=FIRST_EMPTY), scope="lists"
     ),
@@ -136,12 +140,20 @@ CASES: dict[str, Routed] = {
     "tensor, rollout, checkpointed": Routed(
         mixture_of_one(options=TP2, alone=checkpointed), scope="rollout"
     ),
+    "tensor, lists, without last tokens": Routed(
+        mixture_of_one(options=TP2), scope="lists", given=True, last_token=False
+    ),
     "tensor and expert, recomputed": Routed(mixture_of_one(options=TP2_EP2, config=RECOMPUTED)),
     "tensor and expert, a function": Routed(mixture_of_one(options=TP2_EP2, loss=own_loss)),
     "data and expert": Routed(mixture(options=FSDP2_EP2)),
+    "data and expert, rollout": Routed(
+        mixture(options=FSDP2_EP2), scope="rollout", last_token=False
+    ),
+    "tensor x data x expert": Routed(mixture(options=TP2_FSDP2_EP4)),
     "tensor x data x expert, a data rank without": Routed(
         mixture(options=TP2_FSDP2_EP4, rollouts=EMPTY), scope="rollout", last_token=False
     ),
+    "data x expert": Routed(mixture(options={"fsdp_size": 4, "ep_size": 4}, rollouts=FOUR)),
     "context, recomputed": Routed(mixture_of_one(cp=2, config=RECOMPUTED)),
     "context, rollout, checkpointed": Routed(
         mixture_of_one(cp=2, alone=checkpointed), scope="rollout"
@@ -155,7 +167,9 @@ CASES: dict[str, Routed] = {
     "stages, counts of rollouts given": Routed(
         staged(), given=True, scope="rollout", last_token=False
     ),
+    "four stages": Routed(staged(pp=4)),
     "stages, recomputed": Routed(staged(config=RECOMPUTED)),
+    "stages, checkpointed": Routed(staged(config=replace(DEEP, checkpointing="full"))),
     "stages of context": Routed(staged(cp=2), scope="rollout"),
     "stages of data, a rank without rollouts": Routed(staged(rollouts=EMPTY), scope="rollout"),
     "stages of experts": Routed(staged(tp=2, ep=2)),

@@ -60,24 +60,30 @@ FSDP2_EP2 = {"fsdp_size": 2, "ep_size": 2}
 # Families are those of tests/numerics/test_families_split.py.
 CASES: dict[str, Case] = {
     "tensor": tensor(),
+    "tensor, two passes": tensor(loss=GSPO()),
     "tensor, checkpointed": tensor(alone=checkpointed),
     "tensor, recomputed": tensor(config=replace(DEEP, activations="recompute")),
     "tensor, hosted": tensor(config=HOSTED, loss=GSPO()),
+    "tensor, wide sums": tensor(config=replace(DEEP, grad_accumulation_dtype="float32"), steps=2),
     "tensor, a critic": tensor(critic=True, loss=ValueLoss(), rollouts=(valued(UNEQUAL[0]),)),
     "tensor, LoRA": tensor(around=adapted),
     "tensor, last layer alone": tensor(alone=frozen_but(-1)),
+    "tensor, first layer alone": tensor(alone=frozen_but(0)),
     "tensor, log-probs": tensor(step=through_logprobs),
     "tensor, a function": tensor(step=through_function),
     "tensor, stock backward before": tensor(step=after_stock_backward),
     "tensor and expert": Case(options={"tp_size": 2, "ep_size": 2}, **EXPERTS),
+    "data and expert": Case(options=FSDP2_EP2, **EXPERTS, rollouts=UNEQUAL),
     "data and expert, replayed": Case(
         options=FSDP2_EP2, **EXPERTS, rollouts=tuple(map(routed, UNEQUAL)), loss=GSPO()
     ),
     "tensor x data": tensor_and_data(),
+    "tensor x data, tied": tensor_and_data(sizes={"tie_word_embeddings": True}),
     "tensor x data, accumulated": tensor_and_data(steps=3),
     "tensor x data, coupled": tensor_and_data(loss=OfAllRanks()),
     "tensor x replicas": tensor_and_data(ranks="dp_replicate_size"),
     "tensor x data x expert": tensor_and_data(ep=4),
+    "tensor x data, expert 2": tensor_and_data(ep=2),
     "experts, a data rank without rollouts": tensor_and_data(ep=4, rollouts=EMPTY),
 }
 

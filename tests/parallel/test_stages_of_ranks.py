@@ -1,6 +1,7 @@
 """Stages of a pipeline, alone and of data, context, tensor and expert ranks, leave the gradients of
 one process."""
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases_of_ranks import (
     MIXTURE,
     Case,
@@ -20,7 +22,7 @@ from cases_of_ranks import (
     over_trained_replicas,
 )
 from peft import LoraConfig, get_peft_model
-from processes import run_ranks
+from processes import RankFailed, run_ranks
 from scenarios_of_ranks import (
     DEEP,
     EMPTY,
@@ -41,11 +43,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO, ValueLoss
+from forkpoint.parallel import watch
 from forkpoint.plan.pricing import meters
-from forkpoint.testing import tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from versions import needs_splits
 
 ROLLOUTS = [*tree(3, 4), *group(0, 8, 20, 8), *group(1, 5, 14, 9)]
@@ -98,22 +101,31 @@ RECOMPUTED = replace(DEEP, activations="recompute")
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
 CASES: dict[str, Case] = {
     "two passes": of(loss=GSPO()),
+    "four": of(pp=4),
     "tied, four": of(pp=4, sizes=TIED),
+    "recomputed": of(config=RECOMPUTED),
     # The longer stage comes first, and repeats forwards after the next stage has.
     "recomputed, unequal": of(
         layers=3, config=RECOMPUTED, rollouts=([*group(2, 2, 90, 4), *group(9, 1, 14, 4)],)
     ),
     "hosted": of(config=HOSTED),
     "own checkpoints": of(alone=checkpointed),
+    "accumulated": of(steps=3),
+    "first frozen": of(alone=frozen_but(3)),
+    "last frozen": of(alone=frozen_but(0)),
     "middle alone": of(pp=4, alone=frozen_but(1)),
+    "logprobs": of(step=through_logprobs),
     "logprobs, last frozen": of(step=through_logprobs, alone=frozen_but(0)),
     "a function": of(loss=own_loss),
     "adapters": of(alone=adapted),
+    "adapters of embeddings": of(pp=3, around=adapted_embeddings),
     "adapters of tied embeddings": of(pp=3, around=adapted_embeddings, sizes=TIED),
     "trained copies of embeddings": of(around=saved_embeddings),
+    "no sharing": of(config=Config(sharing="none")),
     "within": of(config=Config(sharing="tree", boundary="within")),
     "mixed": of(config=replace(DEEP, boundary="mixed")),
     "float32 sums": of(config=replace(DEEP, grad_accumulation_dtype="float32")),
+    "values": of(make=critic, loss=ValueLoss(), rollouts=(valued(group(0, 9, 20, 8)),)),
     "values, adapters": of(
         make=critic,
         around=adapted_critic,
@@ -123,7 +135,11 @@ CASES: dict[str, Case] = {
     "data": of_data(loss=GSPO()),
     # No weights of the last stage train, and those of the first are sharded.
     "data, last frozen": of_data(alone=frozen_but(0)),
+    "data, replicated": of_data(hold=over_replicas),
     "data, a rank without rollouts": of_data(rollouts=EMPTY),
+    "data, replicated, a rank without rollouts": of_data(
+        hold=over_replicas, rollouts=EMPTY, loss=GSPO()
+    ),
     "data, replicated, first frozen": of_data(hold=over_trained_replicas, alone=frozen_but(3)),
     "data, replicated, last frozen": of_data(
         hold=over_trained_replicas, alone=frozen_but(0), rollouts=EMPTY, loss=own_loss
@@ -132,15 +148,21 @@ CASES: dict[str, Case] = {
         cp=2, hold=over_trained_replicas, alone=frozen_but(3)
     ),
     "data, tied, three stages": of_data(pp=3, sizes=TIED),
+    "data, replicated, tied": of_data(hold=over_replicas, sizes=TIED),
     "data, hosted": of_data(config=HOSTED),
     "data, accumulated": of_data(steps=2),
+    "data, a function": of_data(loss=own_loss),
     "data, replicated, a function": of_data(hold=over_replicas, loss=own_loss),
+    "context": of_split(cp=2),
     "context, replicated": of_split(cp=2, hold=over_replicas),
     "context, two passes": of_split(cp=2, loss=GSPO()),
+    "context, tied": of_split(cp=2, sizes=TIED),
     "context, experts": of_split(cp=2, **EXPERTS),
     "context, recomputed": of_split(cp=2, config=RECOMPUTED),
     "tensor, two passes": of_split(tp=2, loss=GSPO()),
+    "tensor, tied": of_split(tp=2, sizes=TIED),
     "tensor, recomputed": of_split(tp=2, config=RECOMPUTED),
+    "tensor, experts": of_split(tp=2, **EXPERTS),
     "experts": of_split(tp=2, ep=2, **EXPERTS),
     "tensor, three stages": of_split(tp=2, pp=3),
     "loaded in stages": of_split(options={"tp_size": 1, "pp_size": 3}, mesh={"pp": 3}, pp=3),
@@ -363,3 +385,33 @@ def test_layouts_that_are_not_those_of_the_mesh(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(4, loaded_otherwise, case.save(tmp_path), case)):
         assert "wrap was given no mesh with the dimension 'pp'" in found[0]
         assert f"and transformers has loaded stage {rank} of 4" in found[1]
+
+
+def fails(rank: int) -> str:
+    model = made()
+    policy = forkpoint.wrap(model, replace(DEEP, self_check=False), mesh=mesh_of(2))
+    stepped(policy)
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == rank:
+            raise MemoryError("of the test")
+
+    model.model.layers[3 * rank].register_forward_pre_hook(ReadOnlyHook(hook))
+    try:
+        stepped(policy)
+    except (MemoryError, ForkpointError) as error:
+        time.sleep(4)  # the other rank ends meanwhile
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_fails_ends_the_others(
+    quick: None, rank: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(2, fails, rank)
+    assert "killed after" not in str(failed.value)
+    assert f"rank {1 - rank}: ended with exit status {watch.EXIT_CODE}" in str(failed.value)
+    assert f"rank {rank}: MemoryError: of the test" in capfd.readouterr().err

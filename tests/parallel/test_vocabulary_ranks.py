@@ -101,3 +101,33 @@ def without_tokens() -> list[tuple[int, ...]]:
 def test_no_tokens_give_zero_gradients() -> None:
     for found in run_ranks(2, without_tokens):
         assert found == [(0,), (0,), (0, WIDTH), (10, WIDTH), (10,)]
+
+
+def precision() -> tuple[float, float]:
+    """Errors in float32 against float64: of two ranks, and of one."""
+    given = inputs(scale=3.0)
+    exact = results(token_logprobs_reference, given, entropy=True)
+    narrow = {
+        k: x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for k, x in given.items()
+    }
+    one = results(token_logprobs, narrow, entropy=True)
+    rows = slice(0, 19) if dist.get_rank() == 0 else slice(19, 37)
+    part = dict(narrow)
+    for name in ("weight_VC", "bias_V"):
+        part[name] = narrow[name].detach()[rows].requires_grad_()
+    shard = VocabularyShard(dist.group.WORLD, rows.start)  # type: ignore[arg-type]
+    two = results(token_logprobs, part, entropy=True, shard=shard)
+
+    def error(found: list[Tensor]) -> float:
+        return max(
+            float((x - y).norm() / y.norm()) for x, y in zip(found[:3], exact[:3], strict=True)
+        )
+
+    return error(two), error(one)
+
+
+@pytest.mark.slow
+def test_rounding_is_that_of_one_rank() -> None:
+    for two, one in run_ranks(2, precision):
+        assert two < 2 * one + 1e-7
