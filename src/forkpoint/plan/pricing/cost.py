@@ -23,13 +23,15 @@ from forkpoint.tree.forest import Forest, IntArray
 LINEAR_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 
+UNGATED = ("arcee", "phi", "starcoder2")
+"""Families whose MLPs have no gate."""
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Values of a configuration's layer_types. Granite hybrids write the last instead of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder with attention and gated MLP blocks, to predict time and memory."""
+    """Sizes of a decoder with attention and MLP blocks, to predict time and memory."""
 
     layers: int
     hidden: int
@@ -39,6 +41,8 @@ class ModelShape:
     value_dim: int
     intermediate: int
     vocab: int
+    mlp_products: int = 3
+    """Number of matrix products of an MLP: 3 with a gate, 2 without."""
     windows: tuple[int, ...] = field(default=())
     """Number of positions that a query sees, itself included, for each attention layer. 0 means
     all. For a layer with chunks, the number of positions of a chunk."""
@@ -163,6 +167,7 @@ class ModelShape:
                 "value_dim": head_dim,
                 "intermediate": active_intermediate(config, layers),
                 "vocab": vocab,
+                "mlp_products": 2 if config.get("model_type") in UNGATED else 3,
                 "windows": tuple(windows.get(kind, 0) for kind in kinds),
                 "reused_layers": count(config, "num_kv_shared_layers"),
                 **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
@@ -187,7 +192,12 @@ class ModelShape:
             attention += self.value_dim * self.hidden * (self.kv_heads + self.heads)
         mixers = self.attention_layers * attention
         mixers += self.recurrent_layers * self.recurrent_parameters
-        return mixers + self.layers * 3 * self.hidden * self.intermediate
+        return mixers + self.layers * self.mlp_parameters
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Number of weights of the MLP of a layer that one token uses."""
+        return self.mlp_products * self.hidden * self.intermediate
 
     @property
     def attention_layers(self) -> int:
@@ -296,7 +306,8 @@ class ModelShape:
             return 1.0
         if checkpointing == "selective":
             # An MLP except its last product, whose output the backward does not need.
-            return self.layers * 2 * self.hidden * self.intermediate / self.linear_parameters
+            repeated = (self.mlp_products - 1) * self.hidden * self.intermediate
+            return self.layers * repeated / self.linear_parameters
         return 0.0
 
 

@@ -330,7 +330,7 @@ class MeasuredMeter(ShapeMeter):
         super().__init__(plan)
         self.calibration: Calibration = calibration
         attention = self.shape.linear_parameters / self.shape.layers
-        attention -= 3 * self.shape.hidden * self.shape.intermediate
+        attention -= self.shape.mlp_parameters
         # Queries, keys and values: about the work of a block before its attention.
         self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
         self._attention: dict[tuple[int, bool], float] = {}

@@ -23,19 +23,13 @@ INDICES = 4
 """Number of kept index values for each expert of a token: the sorted order, its inverse, and the
 indices of the tokens."""
 
-UNGATED = ("arcee", "phi", "starcoder2")
-"""Families whose MLPs have two matrices, and no gate."""
-
 
 def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
     """Width of the MLP for one token, as the mean over layers.
 
     In mixtures of experts it is the total width of the routed and the shared experts of the token.
-    An MLP without a gate counts as one with a gate and equally many weights.
     """
     dense = 0 if only_experts(config) else needed(config, "intermediate_size")
-    if config.get("model_type") in UNGATED:
-        dense = dense * 2 // 3
     if config.get("use_double_wide_mlp"):  # of layers that reuse keys and values (Gemma 4)
         dense += dense * count(config, "num_kv_shared_layers") // layers
     if _is_llama4(config):
