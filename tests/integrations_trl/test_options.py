@@ -12,6 +12,7 @@ import trl
 from accelerate import ParallelismConfig
 from cases_trl import OURS, Pair
 from peft import LoraConfig, PromptTuningConfig
+from transformers.debug_utils import DebugOption
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl import shared_trainer
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     [
         ("dpo", "activation_offloading", True, "activations='offload'"),
         ("grpo", "neftune_noise_alpha", 1.0, "leave it out"),
+        ("dpo", "debug", [DebugOption.UNDERFLOW_OVERFLOW], "leave underflow_overflow out"),
         ("rloo", "torch_compile", True, "compile_blocks=True"),
         ("rloo", "optim", "lomo", "updates weights in step"),
         ("grpo", "optim", "galore_adamw_layerwise", "updates weights in step"),

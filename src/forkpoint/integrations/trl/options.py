@@ -51,6 +51,7 @@ REFUSED: dict[str, str] = {
     "Config(memory_budget=...).",
     "ddp_static_graph": "a step has several backwards, whose number depends on its plan: leave it "
     "out.",
+    "debug": "it registers hooks that would see shared tokens once: leave underflow_overflow out.",
     "deepspeed": "its engine stores gradients itself: use accelerate's FSDP version 2.",
     "gradient_checkpointing_kwargs": _REENTRANT,
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
@@ -66,6 +67,7 @@ REFUSED: dict[str, str] = {
 """Reason and remedy of each refused option: the end of a message."""
 FOUND: dict[str, Callable[[Any], bool]] = {
     **{name: _reentrant(name) for name in REFUSED if name.endswith("checkpointing_kwargs")},
+    "debug": lambda args: "underflow_overflow" in args.debug,
     "deepspeed": lambda args: any(getattr(args, x, 0) for x in ("deepspeed", "deepspeed_plugin")),
     "optim": _stepless,
     "parallelism_config": lambda args: any(
