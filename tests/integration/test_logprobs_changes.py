@@ -67,6 +67,11 @@ def merge(model: Any) -> None:
     model.merge_adapter()
 
 
+def frozen_written(model: Any) -> None:
+    with torch.no_grad():
+        lora_of(model).base_layer.weight.mul_(1.5)
+
+
 def rescale(model: Any) -> None:
     lora_of(model).scaling["default"] *= 3
 
@@ -107,6 +112,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], object], str, bool]] = {
     "one weight written by data": ("qwen3", one_written, "values differ from those", True),
     "another module": ("qwen3", replaced, rf"\({LAYER}.mlp\)", False),
     "a parameter frozen": ("qwen3", frozen, "up_proj.weight does not require", False),
+    "a frozen weight written": ("adapters", frozen_written, "base_layer.weight was written", False),
     "biases of routers": ("biases", biased, "e_score_correction_bias was written", False),
 }
 IN_CORE = (

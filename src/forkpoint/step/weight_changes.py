@@ -43,12 +43,13 @@ class Weights:
         self._steps = OptimizerSteps(p for _, p in self.parameters)
         self._trained = [p.requires_grad for _, p in self.parameters]
         self._all = [*self.parameters, *((f"the buffer {name}", x) for name, x in buffers)]
-        self._places = [_place(x) for _, x in self._all]
+        self._places = [_place(*each) for each in self._all]
 
     def changed(self) -> str | None:
         """Describe a change of some weight; None if no change was detected.
 
-        In-place writes to frozen parameters and to `tensor.data` are not detected.
+        In-place writes to `tensor.data` are not detected, nor those to frozen experts with adapters
+        of peft.
         """
         if self._steps.count:
             return "an optimizer has taken a step"
@@ -56,15 +57,16 @@ class Weights:
             if p.requires_grad is not trained:
                 return f"{name} {'does not require' if trained else 'requires'} gradients now"
         for (name, x), place in zip(self._all, self._places, strict=True):
-            if _place(x) != place:
+            if _place(name, x) != place:
                 return f"{name} was written to or has other data"
         return None
 
 
-def _place(tensor: Tensor) -> tuple[int, ...]:
+def _place(name: str, tensor: Tensor) -> tuple[int, ...]:
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        # Each forward of peft's adapters of experts replaces the frozen weights and restores them,
+    *above, leaf = name.split(".")
+    if above[-1:] == ["base_layer"] and leaf not in ("weight", "bias") and not own.requires_grad:
+        # Each forward of peft's adapters of experts replaces the frozen experts and restores them,
         # which torch counts.
         return (own.data_ptr(),)
     return own.data_ptr(), own._version, tensor._version
