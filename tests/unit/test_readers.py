@@ -124,8 +124,14 @@ def test_tensors_of_other_classes_are_read(tmp_path: Path) -> None:
     table = tensors(dumps.verl(truth()))
     wanted = load_rollouts(write_torch(tmp_path / "wanted.pt", table))
     table["advantages"] = torch.nn.Parameter(table["advantages"])
-    table["prompts"] = torch.nested.as_nested_tensor(list(table["prompts"]), layout=torch.jagged)
     assert load_rollouts(write_torch(tmp_path / "x.pt", table)) == wanted
+    table["prompts"] = torch.nested.as_nested_tensor(list(table["prompts"]), layout=torch.jagged)
+    path = write_torch(tmp_path / "x.pt", table)
+    if torch.__version__ >= (2, 15):  # torch.load(weights_only=True) takes none any more
+        with pytest.raises(RolloutError, match=r"_rebuild_njt.* as lists and tensors"):
+            load_rollouts(path)
+    else:
+        assert load_rollouts(path) == wanted
 
 
 def test_a_trace_is_read_as_one_list(tmp_path: Path) -> None:
