@@ -152,8 +152,8 @@ class Step:
         )
         self.calibration: Calibration = replace(calibration, link=link)
         self._by_heads = Capabilities(deals_segments=False)
-        self.whole: ModelShape = ModelShape.from_config(MODELS[options.model], compiled=True)
-        self.split: ModelShape = replace(self.whole, context=ranks)
+        whole = ModelShape.from_config(MODELS[options.model], compiled=True)
+        self.split: ModelShape = replace(whole, context=ranks)
 
     @cached_property
     def by_heads(self) -> Way:
@@ -215,8 +215,11 @@ class Step:
 
 
 def layer_gathered_bytes(plan: Plan) -> int:
-    """Bytes that each rank sends in a step that gathers prefix caches by layer, without weights:
-    `Plan.sent_bytes`, with the gathers of each microbatch of responses in place of one gather."""
+    """Bytes that each rank sends in a step that gathers prefix caches by layer, without weights.
+
+    Each microbatch of responses gathers the prefix cache. `Plan.sent_bytes` counts one gather for
+    all of them.
+    """
     shape, nbytes = plan.shape, plan.sent_bytes
     assert shape is not None
     for instruction in plan.program.instructions:

@@ -1,4 +1,4 @@
-"""Losses that read trainable tensors besides log-probs are refused."""
+"""Refusals of losses that read other trainable tensors than log-probs."""
 
 from dataclasses import replace
 from typing import Any

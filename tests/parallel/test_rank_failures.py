@@ -49,7 +49,7 @@ SLOW = (
     ],
 )
 def test_a_rank_that_fails_at_a_random_moment(kind: str, wrap: str) -> None:
-    """With gradients of earlier steps that are put back, where the loss fails."""
+    """If the loss fails, the gradients of earlier steps are restored."""
     outcome = tried(Moment(kind, wrap, seed=5 if kind == "loss" else 4))
     assert not outcome.faults, outcome
 
@@ -59,7 +59,7 @@ def test_a_rank_that_fails_at_a_random_moment(kind: str, wrap: str) -> None:
 @pytest.mark.parametrize("wrap", MESHES)
 @pytest.mark.parametrize("kind", CAUSES)
 def test_a_rank_of_two_stages_that_fails(kind: str, wrap: str) -> None:
-    """With gradients of earlier steps that are put back, where the loss fails."""
+    """If the loss fails, the gradients of earlier steps are restored."""
     outcome = tried(Moment(kind, wrap, seed=5 if kind == "loss" else 4))
     assert not outcome.faults, outcome
 

@@ -1,4 +1,4 @@
-"""Losses on ranks that call the model, or read trainable tensors besides log-probs."""
+"""Losses on ranks that call the model, or read other trainable tensors than log-probs."""
 
 from typing import Any
 

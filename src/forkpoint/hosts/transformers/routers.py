@@ -18,7 +18,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 CHOICE = "route_tokens_to_experts"
 BIAS = "e_score_correction_bias"
 COPIED = "original_module"
-"""Name that peft's modules_to_save gives to a module of which it trains a copy."""
+"""Attribute of peft's modules_to_save that holds the frozen module. peft trains a copy."""
 
 
 class Routers(ModelRouters):
@@ -41,13 +41,13 @@ class Routers(ModelRouters):
             self.coefficient: float = float(causal.config.get_text_config().router_aux_loss_coef)
 
     def check(self) -> None:
-        """Refuse routers of which peft trains copies."""
+        """Refuse routers in modules that peft copies (modules_to_save)."""
         for router in self.found:
             if COPIED in router.name.split("."):
                 raise UnsupportedError(
-                    f"the router {router.name} is in a module of which peft trains a copy "
-                    "(modules_to_save); a copy of a router has not been shown exact. Leave modules "
-                    "with routers out of modules_to_save."
+                    f"the router {router.name} is in a module that peft copies (modules_to_save). "
+                    "Steps with copied routers have not been shown exact. Leave modules with "
+                    "routers out of modules_to_save."
                 )
 
     @property

@@ -95,8 +95,8 @@ class BlockTimes:
     def typical(self, of_forward: slice, of_backward: slice) -> tuple[float, float]:
         """Mean over blocks of the median over these passes; 0 for a model of one block.
 
-        The forward of the first block is left out if there are more than two. It also makes the
-        tables of the microbatch, so that it takes up to twice as long.
+        The forward of the first block is left out if there are more than two blocks, because it
+        also makes the tables of the microbatch.
         """
         count = len(self._host.blocks)
         if count == 1:
