@@ -558,14 +558,19 @@ def _chains(rng: np.random.Generator) -> RolloutBatch:
 
 
 def _on_processes(count: int, work: Any, backend: str = "gloo") -> None:
-    """Call `work` in processes of one group, forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    # Modules that are not installed are left out.
-    context.set_forkserver_preload([__name__, *titan.MODULES])
+    """Call `work` in processes of one group, with gloo forked from one that has all imports.
+
+    A forked process cannot use CUDA where the first one has asked whether there is any.
+    """
+    method = "spawn" if backend == "nccl" else "forkserver"
+    if method == "forkserver":
+        # Modules that are not installed are left out.
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload([__name__, *titan.MODULES])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start_processes(_run_here, (count, port, work, backend), count, start_method="forkserver")
+    start_processes(_run_here, (count, port, work, backend), count, start_method=method)
 
 
 def _run_here(rank: int, count: int, port: int, work: Any, backend: str) -> None:
