@@ -193,7 +193,11 @@ class Panic(BaseException):
         (KeyError("model_config"), 70, "internal error: KeyError: 'model_config'"),
         (ValueError("two\n  lines"), 70, "internal error: ValueError: two lines"),
         (Panic("index out of bounds"), 70, "internal error: Panic: index out of bounds"),
-        (TypeError("x" * 5_000), 70, f"internal error: TypeError: {'x' * 288}…"),
+        (
+            TypeError("x" * 5_000 + "cause"),
+            70,
+            f"internal error: TypeError: {'x' * 139}…{'x' * 144}cause.",
+        ),
         (TypeError("a\x1b[2Jb"), 70, r"internal error: TypeError: a\x1b[2Jb"),
         (PermissionError(13, "no", "r.json"), 2, "error: r.json cannot be read or written: no."),
         (MemoryError("9.00 EiB"), 2, "error: the memory of this machine ran out (MemoryError: 9"),

@@ -70,7 +70,9 @@ def _explained(error: BaseException) -> tuple[int, str]:
     text = " ".join(str(error).split())
     reason = f"{type(error).__name__}: {text}".rstrip(": .")
     if len(reason) > MAX_REASON_CHARACTERS:
-        reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
+        # The message of another process ends with its cause.
+        half = MAX_REASON_CHARACTERS // 2
+        reason = f"{reason[:half]}…{reason[1 - half :]}"
     # torch raises a RuntimeError if the host has no memory left.
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return USER_ERROR, (
