@@ -315,7 +315,12 @@ def context() -> str:
         some = "" if layers == 36 else f", {layers} layers"
         case = f"qwen3-8b{some}, 2 ranks, compiled, P{prompt}"
         one, dense = found[f"{case}, one rank", "shared step"], found[case, "dense step"]
-        for words, way in (("by heads", "by heads"), ("by responses", "leaves dealt out")):
+        ways = {
+            "by heads": "by heads",
+            "by responses": "leaves dealt out",
+            "by layer": "gathered by layer",
+        }
+        for words, way in ways.items():
             row = found.get((f"{case}, {way}", "shared step"))
             if row is None:  # the planner found no such plan
                 continue
@@ -503,9 +508,11 @@ responses of 2,048 tokens each.
 
 Context parallelism: layers of Qwen3-8B, one prompt with 8 responses of 2,048 tokens. *By heads*
 splits each sequence over the GPUs by attention heads. *By responses* assigns whole responses to
-GPUs. *No sharing* is training without sharing on both GPUs with one rollout in each microbatch. Its
-time is extrapolated from two rollouts, and of earlier runs: `fcb1fd49` with 12 layers and
-`c07dfe52` with 36.
+GPUs, which gather the prefix cache of all layers once. *By layer* assigns them too, but gathers
+the cache of one layer before its attention, in each forward and backward of responses
+(schedule-level reuse, section 4.4). Only the benchmark has it. *No sharing* is training without
+sharing on both GPUs with one rollout in each microbatch. Its time is extrapolated from two
+rollouts, and of earlier runs: `fcb1fd49` with 12 layers and `c07dfe52` with 36.
 
 {context}
 
