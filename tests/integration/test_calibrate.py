@@ -258,29 +258,16 @@ def test_launches_that_fill_the_device_tell_queries_from_pairs(
     def added(length: int, queries: int, keys: int) -> Times:
         pairs = queries * keys / 1e6
         forward, backward = max(pairs, 1e-3 * keys), max(pairs, 1e-3 * queries)
-        return Times(1e-3 * queries + forward, 1e-3 * queries + backward, 5.0, 6.0)
+        return Times(1e-3 * queries + forward, 1e-3 * queries + backward)
 
     monkeypatch.setattr(parts, "_added", added)
     found = parts.rectangles((256, 2048, 8192), (1024, 8192))
-    assert found.part.at == (256, 8192) and found.issued == (5.0, 6.0)
+    assert found.part.at == (256, 8192)
     assert [found.part.time(8192, backward=way) for way in (False, True)] == pytest.approx(
         [8.192] * 2
     )
     assert [*found.pairs.forward, *found.pairs.backward] == pytest.approx([1e6] * 4, rel=0.01)
     assert found.walk_ms == pytest.approx((1e-3, 1e-3), rel=0.01)
-
-
-def test_the_host_is_timed_for_each_long_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    parts = Parts(Clock(host.device, repeats=1, busy_products=0), host.shape, kernel="auto")
-
-    def attention(length: int, count: int, keys: int) -> Times:
-        long = count * (length >= 2048)
-        return Times(1.0, 1.0, 1.0 + 0.25 * long, 2.0 + 0.5 * long)
-
-    monkeypatch.setattr(parts, "_attention_ms", attention)
-    assert parts.causal((256, 2048, 8192)).long_ms == (0.25, 0.5)
-    assert parts.causal((256, 1024)).long_ms == parts.causal((2048, 8192)).long_ms == (0.0, 0.0)
 
 
 def test_the_longest_row_is_timed_where_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,32 +332,53 @@ def test_a_block_is_timed_where_the_next_begins(
     monkeypatch.setattr(operator, "_launch_backward", slow(operator._launch_backward, 0.02))
     made = slow(table.AttentionTable.__init__, 0.05)
     monkeypatch.setattr(table.AttentionTable, "__init__", made)
-    model = random_model(MODEL | {"num_hidden_layers": 3}, torch.float32, 0).train()
+    model = random_model(MODEL | {"num_hidden_layers": 4}, torch.float32, 0).train()
     host = host_of(model, compile_blocks=compiled)
     rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
-    row, step = rows.row_ms(host, 32), rows.step_ms(host, 16, 16)
-    assert (row.block_forward, row.block_backward) == pytest.approx((10, 20))
+    step = rows.step_ms(host, 16, 16)
+    for count in (1, 2):
+        assert rows.block_ms(host, 16, 16, count) == pytest.approx((10, 20))
+    assert rows.block_ms(host, 16, 16, 2, shares=True) == pytest.approx((10, 40))
     assert step.prompt_block == pytest.approx((10, 20))
     assert step.reader_block == pytest.approx((10, 40)), "it has two launches"
     assert "enter" not in vars(host), "the host is as before"
 
 
-def test_times_of_the_host_are_those_of_blocks() -> None:
+@pytest.mark.parametrize("long_ms", [0.0, 0.03, 0.25])
+def test_times_of_the_host_are_those_of_blocks(long_ms: float) -> None:
+    """With made-up times: 2 and 3 ms a block, 1 and 2 ms a launch, for every other block."""
+
+    class MadeUp(Rows):
+        def __init__(self) -> None:
+            pass
+
+        def block_ms(
+            self, host: Any, prompt: int, response: int, count: int = 1, *, shares: bool = False
+        ) -> tuple[float, float]:
+            more = 0.5 * shares + 0.5 * count * long_ms * (prompt >= 2048)
+            return 2.0 + more, 3.0 + 2 * more
+
     def step(layers: int) -> StepTimes:
         reader = (4.0 + 3.5 * layers, 5.0 + 5.25 * layers)
         return StepTimes(reader, 6.0 + 0.5 * layers, (2.25, 2.5), (3.5, 5.25))
 
-    times = [Times(0.0, 0.0, block_forward=2.0, block_backward=3.0)]
-    times.append(Times(0.0, 0.0, block_forward=2.5, block_backward=3.25))
-    steps = {n: step(n) for n in calibrator.LAYERS}
-    found = calibrator._host_times([256, 2048], {3: times}, steps, (1.0, 2.0), (0.5, 0.25))
+    half = SimpleNamespace(blocks=[None] * 8, shape=SimpleNamespace(windows=(0, 64) * 4))
+    found = calibrator._host_times(MadeUp(), cast(Any, half), step(8), 256)
+    long_ms *= long_ms > 0.1
     assert found == {
         "block": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
         "rest": (4.0, 5.0),
         "write": (0.25, 0.0),
         "read": (0.5, 0.75),
+        "launch": (1.0, 2.0),
+        "long": (long_ms, 2 * long_ms),
     }
-    assert calibrator._host_step(steps) == (6.0, 0.5)
+    assert calibrator._host_step({1: step(1), 8: step(8)}) == (6.0, 0.5)
+
+
+def test_the_model_of_host_times_is_deep_where_layers_are_small() -> None:
+    sizes = {1 << 20: 8, 200 << 20: 5, 1 << 30: 3, 8 << 30: 3}
+    assert {n: calibrator.deep_layers(n) for n in sizes} == sizes
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])

@@ -14,13 +14,13 @@ from forkpoint.errors import ConfigError
 from forkpoint.hosts.compiled import one_line
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan.pricing.calibration import Calibration, calibration_path
-from forkpoint.step.calibrate.calibrator import MORE, QUICK, calibrate
+from forkpoint.step.calibrate.calibrator import LAYERS, QUICK, calibrate, deep_layers
 
 _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
 """Types of measured devices. Tests change this."""
-MEASUREMENT = 9
+MEASUREMENT = 10
 """Increase this when the measurement or a kernel changes, so that earlier files are not used."""
 BEGINS = (
     "measuring layers of this model on this device, to price plans (once: the result is saved for "
@@ -76,8 +76,8 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
         layer = sum(p.numel() * p.element_size() for p in host.blocks[0].parameters())
         free, _ = torch.cuda.mem_get_info(host.device)
         free += torch.cuda.memory_reserved(host.device) - torch.cuda.memory_allocated(host.device)
-        # Weights and gradients of two models, and about as many bytes of activations.
-        if 4 * (MORE + 1) * layer > free:
+        # Weights and gradients of these models, and about as many bytes of activations.
+        if 4 * sum({*LAYERS, deep_layers(layer)}) * layer > free:
             return None
     if host.shallow(1) is None:
         return None

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import fmean
 
 from torch import nn
 
@@ -26,6 +25,12 @@ from forkpoint.step.calibrate.parts import Parts, curve
 from forkpoint.tree import LONG_TOKENS
 
 LAYERS = FEW, MORE = (1, 3)
+DEEP, DEEP_BYTES = 8, 1 << 30
+"""Most layers of the model that host times are measured on, and most bytes of its weights. It has
+at least MORE layers. Only for small layers is the host slower than the device."""
+RESPONSE_TOKENS = 16
+LEAST_LONG_MS = 0.1
+"""A smaller additional host time of a long sequence is noise: such sequences run with others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,26 +161,32 @@ def calibrate(
         return effort.max_seconds - clock.seconds - of_parts.seconds
 
     done, rows = _timed_rows(whole, hosts, effort, left)
-    block, rest = _block(done, rows, causal.pairs), _rest(done, rows, head)
+    block, rest = _block(done, rows, causal), _rest(done, rows, head)
     wide, share = (0.0, 0.0), 1.0
     if host.device.type == "cuda":
         # With the kernels for long segments. cuDNN takes 1.6 s for its first plan of a launch
         # without a mask.
-        wide = tuple(causal.pairs.rate(sizes[-1], backward=way) for way in (False, True))
+        wide = tuple(causal.rate(sizes[-1], backward=way) for way in (False, True))
     if effort.wide_tokens:
         wide = parts.wide(sizes[0], effort.wide_tokens, rectangles.part)
     if left() > 0:
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
-    steps = {n: whole.step_ms(each, sizes[0], sizes[0]) for n, each in hosts.items()}
+    deep = hosts[MORE]
+    if host.device.type == "cuda":
+        layers = deep_layers(sum(p.nbytes for p in host.blocks[0].parameters()))
+        if layers > MORE:
+            deep = host_of(make_model(layers), compile_blocks=compile_blocks)
+            deep.compiling.announced = not announces
+    steps = {len(each.blocks): whole.step_ms(each, sizes[0], sizes[0]) for each in (host, deep)}
     token_ms = 0.0
-    of_host = dict.fromkeys(("block", "rest", "write", "read"), (0.0, 0.0))
+    of_host = dict.fromkeys(("block", "rest", "write", "read", "launch", "long"), (0.0, 0.0))
     if host.device.type == "cuda":
         # The prompt's sequence ends before its last token. The rollouts have more tokens than the
         # device runs, and rotary frequencies may not allow a longer prompt.
         with suppress(UnsupportedError):
             long, short = whole.step_ms(host, LONG_TOKENS + 1, 16, 16), steps[FEW]
             token_ms = max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
-        of_host = _host_times(done, rows, steps, rectangles.issued, causal.long_ms)
+        of_host = _host_times(whole, deep, steps[len(deep.blocks)], sizes[0])
     # Last, because it compiles blocks again.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -190,7 +201,7 @@ def calibrate(
         block=block.scaled(share),
         rest=rest.scaled(share),
         head=head.scaled(share),
-        causal=causal.pairs.scaled(1 / share),
+        causal=causal.scaled(1 / share),
         rectangle=rectangles.pairs.scaled(1 / share),
         part=rectangles.part.scaled(share),
         wide=(wide[0] / share, wide[1] / share),
@@ -205,8 +216,8 @@ def calibrate(
         host_rest_ms=of_host["rest"],
         host_write_ms=of_host["write"],
         host_read_ms=of_host["read"],
-        host_long_ms=causal.long_ms,
-        host_launch_ms=rectangles.issued,
+        host_long_ms=of_host["long"],
+        host_launch_ms=of_host["launch"],
         seconds=seconds,
         first_seconds=seconds - clock.seconds - of_parts.seconds,
     )
@@ -259,39 +270,46 @@ def _rest(sizes: list[int], rows: dict[int, list[Times]], head: Curve) -> Curve:
     return curve(sizes, at)
 
 
+def deep_layers(block_bytes: int) -> int:
+    """Layers of the model that host times are measured on. `block_bytes`: of a block's weights."""
+    return max(MORE, min(DEEP, DEEP_BYTES // block_bytes))
+
+
 def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
     """Time of a step outside of its microbatches: per step, and per layer."""
-    few, more = steps[FEW].outside, steps[MORE].outside
-    layer = max((more - few) / (MORE - FEW), 0.0)
-    return max(few - FEW * layer, 0.0), layer
+    (few, less), (more, longer) = sorted(steps.items())
+    layer = max((longer.outside - less.outside) / (more - few), 0.0)
+    return max(less.outside - few * layer, 0.0), layer
 
 
 def _host_times(
-    sizes: list[int],
-    rows: Mapping[int, list[Times]],
-    steps: Mapping[int, StepTimes],
-    launch: tuple[float, float],
-    long: tuple[float, float],
+    whole: Rows, host: ModelHost, step: StepTimes, tokens: int
 ) -> dict[str, tuple[float, float]]:
     """Host times of microbatches, forward and backward, by names of fields of a calibration.
 
-    sizes: lengths of the rows.
-    launch, long: host times of an additional launch and of a long sequence.
+    step: times of a step of this model.
+    tokens: length of a short row.
     """
+    layers, full = len(host.blocks), host.shape.windows.count(0)
+    plain = whole.block_ms(host, tokens, RESPONSE_TOKENS)
+    forked = whole.block_ms(host, tokens, RESPONSE_TOKENS, 2, shares=True)
+    long = plain
+    with suppress(UnsupportedError):  # rotary frequencies may not allow a longer prompt
+        long = whole.block_ms(host, LONG_TOKENS, RESPONSE_TOKENS, 2)
     found: dict[str, list[float]] = {}
-    more = steps[MORE]
     for way in (0, 1):
         # The host's speed varies between measurements. A prompt takes at least as long.
-        block = fmean(
-            times[4 + way] - long[way] * (tokens >= LONG_TOKENS)
-            for tokens, times in zip(sizes, rows[MORE], strict=True)
-        )
-        block = min(block, more.prompt_block[way])
+        block = min(plain[way], step.prompt_block[way])
+        # Prices are for a layer of full attention.
+        launch, each = ((x[way] - plain[way]) * layers / max(full, 1) for x in (forked, long))
+        launch = max(launch, 0.0)
         each = {
             "block": block,
-            "rest": more.reader[way] - MORE * more.reader_block[way],
-            "write": more.prompt_block[way] - block,
-            "read": more.reader_block[way] - block - launch[way],
+            "rest": step.reader[way] - layers * step.reader_block[way],
+            "write": step.prompt_block[way] - block,
+            "read": step.reader_block[way] - block - launch,
+            "launch": launch,
+            "long": each / 2 if each / 2 >= LEAST_LONG_MS else 0.0,
         }
         for name, ms in each.items():
             found.setdefault(name, []).append(max(ms, 0.0))

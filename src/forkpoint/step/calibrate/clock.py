@@ -33,9 +33,6 @@ class Times(NamedTuple):
     backward: float
     issued_forward: float = 0.0
     issued_backward: float = 0.0
-    block_forward: float = 0.0
-    block_backward: float = 0.0
-    """Milliseconds of the host for the backward of one block; `block_forward` is the forward's."""
 
     @property
     def waits_for_host(self) -> bool:

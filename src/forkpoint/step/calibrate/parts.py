@@ -14,19 +14,10 @@ from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.tree import FROM_CACHE, FROM_OWN, LONG_TOKENS, LaunchLayout, Table
+from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table
 
 TINY_KEYS = 16
 FILLED_TOKENS = 8192
-
-
-class Causal(NamedTuple):
-    """Costs of segments that attend to themselves alone."""
-
-    pairs: Curve
-    """Pairs per ms, by length of the segments."""
-    long_ms: tuple[float, float]
-    """Additional host time for each segment of at least LONG_TOKENS."""
 
 
 class Rectangles(NamedTuple):
@@ -38,8 +29,6 @@ class Rectangles(NamedTuple):
     """Pairs per ms, by number of keys."""
     walk_ms: tuple[float, float]
     """Least time per key of a sequence in the forward, and per query in the backward."""
-    issued: tuple[float, float]
-    """Host time of a launch."""
 
 
 class Parts:
@@ -53,8 +42,8 @@ class Parts:
         """Times of segments without ancestors, by number of segments."""
         self._dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.dtype_bytes]
 
-    def causal(self, sizes: tuple[int, ...]) -> Causal:
-        """Costs of segments that attend to themselves alone."""
+    def causal(self, sizes: tuple[int, ...]) -> Curve:
+        """Pairs per ms of segments that attend to themselves alone, by their length."""
         # The fixed time of a launch then counts as part of the block.
         fill = _fill(sizes)
         counts = [max(1, fill // length) for length in sizes]
@@ -64,13 +53,7 @@ class Parts:
             pairs = counts[index] * sizes[index] * (sizes[index] + 1) / 2
             return pairs / times[index][int(backward)]
 
-        long_ms = (0.0, 0.0)
-        if sizes[0] < LONG_TOKENS <= sizes[-1]:
-            # The shortest long segments, because a launch has more of them, which reduces noise.
-            first = next(n for n, length in enumerate(sizes) if length >= LONG_TOKENS)
-            added = [max(times[first][n] - times[0][n], 0.0) / counts[first] for n in (2, 3)]
-            long_ms = (added[0], added[1])
-        return Causal(curve(sizes, at), long_ms)
+        return curve(sizes, at)
 
     def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> Rectangles:
         """Costs of attention to ancestors.
@@ -106,7 +89,7 @@ class Parts:
             max(few_queries.forward - call.forward, 0.0) / keys[-1],
             max(few_keys.backward - filled(True), 0.0) / fill,
         )
-        return Rectangles(part, curve(keys, at), walk, (call[2], call[3]))
+        return Rectangles(part, curve(keys, at), walk)
 
     def wide(self, length: int, tokens: int, part: Curve) -> tuple[float, float]:
         """Pairs per ms of a launch with equal numbers of queries, in segments of `length`, and of
