@@ -311,6 +311,36 @@ def test_what_a_loss_declares_is_checked(change: Any) -> None:
         zero_rollouts(Wrong(), ADVANTAGES)
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda found: found.tolist(), "returned \\[0, 0"),
+        (lambda found: found[1:], "int64 of shape"),
+        (lambda found: np.append(found, 0), "int64 of shape"),
+        (lambda found: found.astype(str), "of shape"),
+        (lambda found: torch.tensor(found), "returned tensor"),
+    ],
+)
+def test_what_a_loss_couples_is_checked(change: Any, what: str) -> None:
+    class Wrong(Groups):
+        def coupling(self, batch: RolloutBatch) -> Any:
+            return change(batch.group_index)
+
+    with pytest.raises(ConfigError, match=f"coupling of the loss .* {what}"):
+        step(Wrong(), ADVANTAGES, TREE)
+
+
+def test_numbers_of_coupled_rollouts_may_be_large() -> None:
+    class Large(Groups):
+        def coupling(self, batch: RolloutBatch) -> Any:
+            return batch.group_index * 2**61 - 2**62
+
+        zero_rollouts = Groups.zero_rollouts
+
+    plans = [step(loss, ADVANTAGES, TREE).plan for loss in (Groups(), Large())]
+    assert plans[0].events() == plans[1].events()
+
+
 class Groups(Loss):
     """The square of each group's sum of advantages times log-probs, joint over groups."""
 

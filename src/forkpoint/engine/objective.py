@@ -19,7 +19,7 @@ from forkpoint.device import on_device
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError
-from forkpoint.losses.base import Loss, LossBatch, LossOutputs
+from forkpoint.losses.base import Loss, LossBatch, LossOutputs, coupling_of
 from forkpoint.losses.evaluate import check_leaves, computed
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.parallel.step import RankStep
@@ -208,7 +208,7 @@ class MicrobatchLosses:
         declared that their terms are 0.
         """
         batch = self.views.batch
-        coupling = self.loss.coupling(batch)
+        coupling = coupling_of(self.loss, batch)
         whole = batch.where_all_trained(labels_run(batch.offsets, plan.run_lengths))
         return ~np.isin(coupling, coupling[~whole])
 
@@ -277,7 +277,7 @@ class CoupledLosses:
         views = losses.views
         self._losses = losses
         self._shown = losses.shown(plan)
-        self._coupling = losses.loss.coupling(views.batch)
+        self._coupling = coupling_of(losses.loss, views.batch)
         self._owners = {i.microbatch.index: views.rollout_of[i.trained_tokens] for i in prepared}
         self._trained = {
             number: np.unique(self._coupling[rollouts[self._shown[rollouts]]])

@@ -286,6 +286,25 @@ def as_loss(loss: Loss | LossFunction) -> Loss:
     return loss
 
 
+def coupling_of(loss: Loss, batch: RolloutBatch) -> NDArray[np.int64]:
+    """The result of `loss.coupling`, after a check: int64 [N].
+
+    Raises ConfigError unless it is a numpy array of integers, one for each rollout.
+    """
+    found: object = loss.coupling(batch)
+    if isinstance(found, np.ndarray):
+        if found.dtype.kind in "iu" and found.shape == (len(batch),):
+            # Counted from 0, because planners multiply these numbers.
+            return np.unique(found, return_inverse=True)[1]
+        what = f"{found.dtype} of shape {found.shape}"
+    else:
+        what = short(found)
+    raise ConfigError(
+        f"coupling of the loss {loss!r} returned {what}; it must return a numpy array of int64, "
+        f"one entry for each of the {len(batch)} rollouts, such as batch.group_index."
+    )
+
+
 def is_own(loss: object) -> bool:
     """Whether each rank has its own loss. Gradients are then averaged over the ranks.
 

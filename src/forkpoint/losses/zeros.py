@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.errors import ConfigError
-from forkpoint.losses.base import Loss
+from forkpoint.losses.base import Loss, coupling_of
 from forkpoint.rollouts.batch import RolloutBatch, short
 
 
@@ -30,7 +30,7 @@ def zero_rollouts(loss: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
         )
     if loss.decomposition == "token":
         return found
-    coupling = loss.coupling(batch)
+    coupling = coupling_of(loss, batch)
     return found & ~np.isin(coupling, coupling[~found])
 
 

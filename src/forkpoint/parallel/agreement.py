@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from forkpoint.config import Gather, Split
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
-from forkpoint.losses.base import Denominators, Loss, is_own
+from forkpoint.losses.base import Denominators, Loss, coupling_of, is_own
 from forkpoint.parallel.copies import Contents, alike, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
@@ -377,7 +377,7 @@ def coupled(loss: Loss | None, batch: RolloutBatch) -> Coupling:
     """Which rollouts must be on one rank, because the loss couples them."""
     if loss is None or is_own(loss) or loss.decomposition != "joint" or loss.across_ranks:
         return ""
-    coupling = loss.coupling(batch)
+    coupling = coupling_of(loss, batch)
     if len(np.unique(coupling)) == len(coupling):
         return ""
     pairs = np.unique(np.stack([coupling, batch.group_index]), axis=1)

@@ -11,7 +11,14 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.topology import check_reduced
-from forkpoint.losses.base import Loss, LossFunction, as_loss, check_denominators, is_own
+from forkpoint.losses.base import (
+    Loss,
+    LossFunction,
+    as_loss,
+    check_denominators,
+    coupling_of,
+    is_own,
+)
 from forkpoint.losses.views import check_range
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
@@ -212,7 +219,9 @@ def plan_within(
         limit = policy.model_state.budgets.of_host(host, config)
         config = replace(config, host_memory=limit)
     loss = None if loss is None else as_loss(loss)
-    coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
+    coupling = None
+    if loss is not None and loss.decomposition != "token":
+        coupling = coupling_of(loss, batch)
     shape = host.shape
     return make_plan(
         batch,
@@ -284,7 +293,7 @@ def _plans(
     plan.check_host(_capabilities(policy.host, shape, batch))
     plan.check_ranks(shape.context)
     if loss is not None and loss.decomposition != "token":
-        plan.check_coupling(batch, loss.coupling(batch))
+        plan.check_coupling(batch, coupling_of(loss, batch))
     if work is not None:
         work.check_plan(plan, scored=request.scores)
     plan.check_runs(batch, _edges_to_run(policy, batch, loss, demand))
