@@ -114,6 +114,27 @@ def test_metrics_follow_what_was_asked_for() -> None:
     assert {"value", "loss"} <= set(critic.forward_backward(values, ValueLoss()).metrics())
 
 
+def test_metrics_of_logprobs_that_are_nan() -> None:
+    """A model that has diverged shows NaN, and not the metrics of tokens that did not run."""
+    model = small_model("llama")
+    batch = off_policy(model, BATCH)
+    with torch.no_grad():
+        next(model.parameters())[:] = torch.nan
+    found = wrap(model).forward_backward(batch, GRPO(kl=0.1)).metrics()
+    of_policy = ["loss", "logprob", "ratio_mean", "ratio_max", "approx_kl", "reference_kl"]
+    assert all(math.isnan(found[name]) for name in of_policy)
+
+
+def test_metrics_of_an_objective_without_logprobs() -> None:
+    class KLAlone(GRPO):
+        def objective(self, logprobs_T: torch.Tensor, batch: Any) -> torch.Tensor:
+            return torch.zeros_like(logprobs_T)
+
+    model = small_model("llama")
+    stats = wrap(model).forward_backward(off_policy(model, BATCH), KLAlone(kl=0.1))
+    assert stats.metrics()["clip_fraction"] == 0
+
+
 def test_a_step_does_not_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def called(*_: Any) -> None:
         raise AssertionError

@@ -90,7 +90,10 @@ class PolicyLoss(Loss):
         """
         with torch.enable_grad():
             leaf_T = batch.trained(logprobs_T.detach()).requires_grad_()
-            (gradient_T,) = torch.autograd.grad(self.objective(leaf_T, batch).sum(), leaf_T)
+            total = self.objective(leaf_T, batch).sum()
+        if not total.requires_grad:  # an objective that does not read log-probs
+            return torch.zeros_like(batch.loss_mask)
+        (gradient_T,) = torch.autograd.grad(total, leaf_T)
         return batch.loss_mask & (batch.advantages != 0) & (gradient_T == 0)
 
     def reduce(self, terms_T: Tensor, batch: LossBatch) -> Tensor:

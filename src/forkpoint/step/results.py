@@ -18,6 +18,7 @@ from forkpoint.losses.policy_loss import PolicyLoss, kl_terms, ratios
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.plan import Plan
 from forkpoint.plan.lanes import Lanes
+from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.units import format_bytes
 
@@ -25,13 +26,14 @@ NAMES = {"logprobs": "logprob", "entropies": "entropy", "values": "value"}
 
 
 def policy_metrics(
-    per_token: Mapping[str, Tensor], batch: RolloutBatch, loss: Loss
+    per_token: Mapping[str, Tensor], batch: RolloutBatch, loss: Loss, plan: Plan
 ) -> dict[str, float]:
     """Metrics by name, over the trained tokens that ran; see docs/reference/losses.md#metrics.
 
     Args:
-        per_token: [T] by name, NaN at tokens that did not run.
+        per_token: [T] by name.
         loss: the loss of the step.
+        plan: the plan that ran.
     """
     found = {"trained_tokens": float(batch.trained_tokens)}
     if not per_token or not batch.trained_tokens:
@@ -39,7 +41,7 @@ def policy_metrics(
     some_T = next(iter(per_token.values()))
     views = LossViews(batch, batch_denominators(batch), some_T.device, some_T.dtype)
     view, _ = views.of_rollouts(np.ones(len(batch), bool))
-    ran_T = view.loss_mask & ~some_T.isnan()
+    ran_T = view.loss_mask & on_device(labels_run(batch.offsets, plan.run_lengths), some_T.device)
     count = ran_T.sum().clamp(min=1)
 
     def mean(values_T: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def policy_metrics(
     means = {NAMES.get(name, name): mean(values_T) for name, values_T in per_token.items()}
     if "logprobs" in per_token:
         # Tokens that did not run are whole rollouts, so 0 at these tokens changes no other rollout.
-        logprobs_T = per_token["logprobs"].nan_to_num(0.0)
+        logprobs_T = torch.where(ran_T, per_token["logprobs"], 0)
         if view.old_logprobs is not None:
             change_T = torch.where(ran_T, logprobs_T - view.old_logprobs, 0)
             means["ratio_mean"] = mean(ratios(change_T))
@@ -183,7 +185,7 @@ class StepStats(PerToken, WithExperts):
             found["sent_gib"] = self.plan.sent_bytes / 2**30
         if self.peak_memory_bytes is not None:
             found["peak_memory_gib"] = self.peak_memory_bytes / 2**30
-        return found | policy_metrics(self.per_token, self.batch, self.objective)
+        return found | policy_metrics(self.per_token, self.batch, self.objective, self.plan)
 
     def __repr__(self) -> str:
         parts = [f"loss={self.loss:.6g}"]
