@@ -25,8 +25,10 @@ def test_shape() -> None:
     assert {len(rollout) - 40 for rollout in short} == {2, 3, 4, 5, 6}
 
 
-def test_equal_rewards_have_no_advantage() -> None:
-    np.testing.assert_array_equal(normalised(np.array([0.25, 0.25])), [0, 0])
+@pytest.mark.parametrize("rewards", [[0.25] * 2, [0.1] * 6, [0.7] * 3])
+def test_equal_rewards_have_no_advantage(rewards: list[float]) -> None:
+    """Also if their mean is rounded."""
+    np.testing.assert_array_equal(normalised(np.array(rewards)), np.zeros(len(rewards)))
 
 
 def test_seed() -> None:

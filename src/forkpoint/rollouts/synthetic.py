@@ -68,7 +68,9 @@ def synthetic_rollouts(
 
 
 def normalised(rewards: np.ndarray) -> np.ndarray:
-    """Advantages of one group: [n] rewards minus their mean, divided by their standard
-    deviation."""
+    """Advantages of one group: [n] rewards minus their mean, divided by their standard deviation;
+    0 for equal rewards."""
+    if (rewards == rewards[0]).all():  # whose mean may differ from them by rounding
+        return np.zeros(len(rewards))
     spread = rewards.std()
     return (rewards - rewards.mean()) / (spread if spread > 0 else 1.0)
