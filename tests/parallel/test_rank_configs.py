@@ -35,7 +35,7 @@ OTHER: dict[str, Any] = {
     "offload_folder": {"offload_folder": tempfile.gettempdir(), **HOSTED},
     "calibration": None,
     "attention_kernel": "reference",
-    "recurrence_kernel": "reference",
+    "recurrence_kernel": "chunked",
     "head_chunk_tokens": 3,
     "head_logits": "recompute",
     "head_statistics": ("is_top1",),

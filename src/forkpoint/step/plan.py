@@ -21,6 +21,7 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.views import check_range
 from forkpoint.losses.zeros import zero_rollouts
+from forkpoint.ops.delta_rule import DELTA_KERNELS
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.parting import LITTLE, MOVE, where_prompts_part
@@ -353,6 +354,13 @@ def describe_loss(loss: Loss) -> str:
 def check_config(host: ModelHost, config: Config) -> None:
     """Raises ConfigError if a configuration does not fit this machine or the holders of the
     model."""
+    kernels = (AUTO, *(kernel.name for kernel in DELTA_KERNELS))
+    # A model without layers that carry a state never reads this name.
+    if config.recurrence_kernel not in kernels:
+        raise ConfigError(
+            f"recurrence_kernel is {short(config.recurrence_kernel)}; allowed are "
+            f"{', '.join(kernels)}."
+        )
     folder = config.offload_folder
     # The folder is used for the first time by the first step that exceeds host_memory, which can be
     # a late one.

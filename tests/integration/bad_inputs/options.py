@@ -53,7 +53,7 @@ OPTIONS = (
     *(
         option_kind(
             f"recurrence_kernel is '{command}'; allowed are auto, fla, chunked.",
-            None,
+            lambda command=command: policy().with_config(recurrence_kernel=command),
             *(command, "ok.jsonl", "--model", "ok.json", "--recurrence-kernel", command),
         )
         for command in ("plan", "verify", "replay")
