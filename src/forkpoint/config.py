@@ -152,6 +152,10 @@ class Config:
         for name, (kind, takes) in _TAKES.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes {takes}.")
+        for name in ("memory_budget", "host_memory"):
+            size = getattr(self, name)
+            # An array would not compare as one value.
+            size_in_bytes(None if isinstance(size, str) and size == AUTO else size, name)
         if self.offload_folder is not None and self.host_memory in (None, AUTO):
             raise ConfigError(
                 f"offload_folder is {str(self.offload_folder)!r} and host_memory is "
@@ -192,9 +196,6 @@ class Config:
                     f"{name} is above {MOST}: it has {value.bit_length()} bits. Give a smaller "
                     "number, or leave it out."
                 )
-        for name in ("memory_budget", "host_memory"):
-            size = getattr(self, name)
-            size_in_bytes(None if size == AUTO else size, name)
         each = self.optimizer_bytes_per_parameter
         number = isinstance(each, int | float) and not isinstance(each, bool)
         if each is not None and not (number and 0 <= each <= 1024):

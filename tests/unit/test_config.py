@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
 from forkpoint import Config, ConfigError, Rollout, RolloutBatch, VerifyReport
@@ -12,7 +13,7 @@ from forkpoint import Config, ConfigError, Rollout, RolloutBatch, VerifyReport
     "name", ["max_microbatch_tokens", "head_chunk_tokens", "memory_budget", "host_memory"]
 )
 def test_sizes_that_are_none(name: str) -> None:
-    for value in (0, -1, 1.0, True, "70 gigs", float("nan")):
+    for value in (0, -1, 1.0, True, "70 gigs", float("nan"), np.arange(2)):
         with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}; it takes a "):
             Config(**{name: value})  # pyright: ignore[reportArgumentType]
 
