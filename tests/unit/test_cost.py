@@ -65,6 +65,8 @@ def test_bytes_of_a_shape_counted_by_hand() -> None:
     # Compiled: no copies of norms, and of an MLP the gate, the up and their product.
     compiled = ModelShape(**{**vars(TINY), "compiled": True})
     assert compiled.activation_bytes() == 2 * (block - 2 * 4 * 4 - 2 * 7)
+    ungated = ModelShape(**{**vars(compiled), "mlp_products": 2})
+    assert compiled.activation_bytes() - ungated.activation_bytes() == 2 * 2 * 7
     double = ModelShape(**{**vars(TINY), "dtype_bytes": 8})
     assert double.boundary_gradient_bytes_per_token == 2 * (3 + 5) * 8
     assert double.activation_bytes() == 2 * 8 * (16 + 18 + 15 + 28)

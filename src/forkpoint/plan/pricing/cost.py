@@ -253,7 +253,8 @@ class ModelShape:
             (self.recurrent_layers, self.recurrent_activations),
         ]
         norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 and not self.compiled else 0
-        mlp = (3 if self.compiled else 4) * self.intermediate
+        # Without compilation some activations keep more, so that an ungated MLP is counted alike.
+        mlp = (self.mlp_products if self.compiled else 4) * self.intermediate
         rest = (4 * self.hidden + mlp) * self.dtype_bytes + norm_copies
         sizes = [(layers, rest + mixer * self.dtype_bytes) for layers, mixer in blocks if layers]
         experts = self.expert_activations * self.dtype_bytes + self.router_bytes
