@@ -14,6 +14,7 @@ from torch import nn
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.distributed import local
 from forkpoint.engine.host import Host
+from forkpoint.errors import ConfigError
 from forkpoint.plan.device_memory import ADAM_STATES, LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
 from forkpoint.units import GIB, format_bytes, size_in_bytes
@@ -89,7 +90,11 @@ class MemoryBudgets:
     def use(self, config: Config, size_bytes: int) -> None:
         """Use this budget instead of a measured one. Raises ConfigError if it is no size."""
         found = size_in_bytes(size_bytes, "the memory budget")
-        assert found is not None
+        if found is None:  # as `Policy.memory_budget_bytes` is without a limit
+            raise ConfigError(
+                "the memory budget is None; it takes a number of bytes of at least 1. For no limit "
+                "set Config(memory_budget=None)."
+            )
         self._bytes[_key(config)] = found
 
     def planned(self, plan: Plan) -> None:
