@@ -157,8 +157,8 @@ def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) 
     Raises ConfigError if the loss is no floating-point scalar, has no graph although the outputs
     have one, or reads a field that is None.
     """
-    value = computed(loss, outputs, view)
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in outputs.per_token.values())
+    value = computed(loss, outputs, view)
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         found = repr(value)
         if isinstance(value, Tensor):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
@@ -43,6 +44,11 @@ def detached(outputs: Any, batch: Any) -> Any:
     return outputs.logprobs.detach().sum()
 
 
+def without_grad(outputs: Any, batch: Any) -> Any:
+    torch.set_grad_enabled(False)  # and not as a context manager
+    return outputs.logprobs.sum()
+
+
 LOSSES = (
     loss_kind(
         trained(losses.GRPO), message="The loss is the class GRPO; pass an instance, GRPO()."
@@ -64,6 +70,10 @@ LOSSES = (
         message="the loss detached returned a scalar without a graph, so that nothing would be "
         "trained; it must be computed from outputs.logprobs, without detach(), item() or "
         "torch.no_grad().",
+    ),
+    loss_kind(
+        trained(without_grad),
+        message="the loss without_grad returned a scalar without a graph, so that nothing would",
     ),
     loss_kind(
         trained(losses.GRPO(kl=0.1), RolloutBatch([Rollout([1, 2], [0, 1], 1.0)])),
