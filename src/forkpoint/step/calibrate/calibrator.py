@@ -9,7 +9,7 @@ storages that autograd saves, not from the allocator, so this also works on a CP
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -186,7 +186,9 @@ def calibrate(
         with suppress(UnsupportedError):
             long, short = whole.step_ms(host, LONG_TOKENS + 1, 16, 16), steps[FEW]
             token_ms = max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
-        of_host = _host_times(whole, deep, steps[len(deep.blocks)], sizes[0])
+        # The host does not wait for the device here, so that short work before a sample suffices.
+        rows_of_host = replace(whole, clock=of_parts)
+        of_host = _host_times(rows_of_host, deep, steps[len(deep.blocks)], sizes[0])
     # Last, because it compiles blocks again.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
