@@ -162,7 +162,9 @@ def test_it_works_beside_other_terms() -> None:
     assert relative_distance(gradients(model), expected) < BAR
 
 
-@pytest.mark.parametrize("what", ["grad", "inputs", "graph", "twice", "change", "step", "fused"])
+@pytest.mark.parametrize(
+    "what", ["grad", "inputs", "graph", "inference", "twice", "change", "step", "fused"]
+)
 def test_what_a_backward_refuses(what: str) -> None:
     model = small_model("llama")
     policy = wrap(model, MODES[0])
@@ -172,6 +174,7 @@ def test_what_a_backward_refuses(what: str) -> None:
         "grad": "torch.autograd.grad",
         "inputs": "inputs=",
         "graph": "create_graph",
+        "inference": "under torch.inference_mode",
         "twice": "ran already",
         "change": "weights have changed",
         "step": "weights have changed",
@@ -194,7 +197,8 @@ def test_what_a_backward_refuses(what: str) -> None:
         elif what == "inputs":
             loss.backward(inputs=parameters[:2])
         else:
-            loss.backward(create_graph=what == "graph")
+            with torch.inference_mode(what == "inference"):
+                loss.backward(create_graph=what == "graph")
     after = gradients(model)
     assert all(after[name] is g or torch.equal(after[name], g) for name, g in before.items())  # type: ignore[arg-type]
     if what == "grad":  # nothing was used up by the refusal

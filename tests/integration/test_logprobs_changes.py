@@ -47,8 +47,13 @@ def with_experts() -> Any:
     return lora(model, target_modules=[], target_parameters=["mlp.experts.down_proj"]).double()
 
 
+def with_trained_experts() -> Any:
+    return with_experts().requires_grad_()
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "experts": with_experts,
+    "trained experts": with_trained_experts,
     "qwen3": lambda: small_model("qwen3").train(),
     "adapters": with_adapters,
     "biases": with_biases,
@@ -61,6 +66,10 @@ def layer_of(model: Any) -> Any:
 
 def lora_of(model: Any) -> Any:
     return model.base_model.model.model.layers[1].self_attn.v_proj
+
+
+def stock_forward(model: Any) -> None:
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
 
 
 def merge(model: Any) -> None:
@@ -113,11 +122,12 @@ REFUSED: dict[str, tuple[str, Callable[[Any], object], str, bool]] = {
     "another module": ("qwen3", replaced, rf"\({LAYER}.mlp\)", False),
     "a parameter frozen": ("qwen3", frozen, "up_proj.weight does not require", False),
     "a frozen weight written": ("adapters", frozen_written, "base_layer.weight was written", False),
+    "trained experts": ("trained experts", stock_forward, "down_proj was written", False),
     "biases of routers": ("biases", biased, "e_score_correction_bias was written", False),
 }
 IN_CORE = (
     *("another adapter", "adapters merged", "a scale of an adapter", "other data"),
-    *("averaged weights", "another module", "a parameter frozen"),
+    *("averaged weights", "another module", "a parameter frozen", "trained experts"),
 )
 
 
@@ -140,10 +150,6 @@ def test_changes_are_refused_by_name(what: str) -> None:
         assert all(bool((p.grad == 1).all()) for p in parameters if p.grad is not None)
     after = policy.last_step
     assert after is None or after.gradients != "added"
-
-
-def stock_forward(model: Any) -> None:
-    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
 
 
 def generated(model: Any) -> None:

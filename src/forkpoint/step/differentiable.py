@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 from forkpoint.device import on_device
 from forkpoint.errors import UnsupportedError
@@ -116,13 +116,13 @@ class Pending:
             self.leaves = [torch.zeros((), requires_grad=True)]
         self._autocast = autocast_as_now(self.first.values_T.device)
 
-    def receive(self, gradients: Sequence[Tensor | None]) -> None:
+    def receive(self, gradients: Sequence[Tensor | None], leaves: Sequence[Node]) -> None:
         """Run the plan with the gradients as weights, at the end of the running backward.
 
         Raises UnsupportedError for a backward that `check_backward` refuses, or for weights that
         have changed.
         """
-        check_backward(self.leaves, "policy.logprobs", done=self.first.done)
+        check_backward(leaves, "policy.logprobs", done=self.first.done)
         self._put_off(dict(zip(self.names, gradients, strict=True)), PUT_OFF)
 
     def _put_off(self, given: GivenWeights, times: int) -> None:
@@ -154,8 +154,10 @@ def autocast_as_now(device: torch.device) -> Callable[[], torch.autocast]:
     return lambda: torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
 
 
-def check_backward(leaves: Sequence[Tensor], what: str, *, done: bool) -> None:
+def check_backward(leaves: Sequence[Node], what: str, *, done: bool) -> None:
     """Refuse the running backward of `what` unless it is the first one and an ordinary one.
+
+    `leaves`: nodes of the graph that add to `.grad` of leaves.
 
     Raises UnsupportedError for torch.autograd.grad, create_graph, and a second backward.
     """
@@ -164,8 +166,7 @@ def check_backward(leaves: Sequence[Tensor], what: str, *, done: bool) -> None:
             f"the backward of {what} was called with create_graph, and gradients of gradients are "
             "not supported. Call loss.backward() without create_graph."
         )
-    # Leaves that were frozen since have no node; `Weights.changed` names them.
-    if not all(_accumulates(leaf) for leaf in leaves if leaf.requires_grad):
+    if not all(_runs(leaf) for leaf in leaves):
         raise UnsupportedError(
             "gradients of only some tensors were requested (torch.autograd.grad, or "
             f"backward(inputs=...)), and the backward of {what} adds to .grad of all trainable "
@@ -182,12 +183,11 @@ def _check_unused(what: str, *, done: bool) -> None:
         )
 
 
-def _accumulates(leaf: Tensor) -> bool:
-    """Whether the running backward adds to this leaf's `.grad`."""
-    node = get_gradient_edge(leaf).node
+def _runs(node: Node) -> bool:
+    """Whether the running backward adds to `.grad` at this node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad requests this leaf
+    except RuntimeError:  # torch.autograd.grad requests the gradient of this leaf
         return False
 
 
@@ -206,5 +206,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, ...]:
-        ctx.receiver.receive(grad_outputs)
+        # Not the parameters' present nodes: peft's forwards give adapted experts other ones.
+        leaves = [node for node, _ in ctx.next_functions if node is not None]
+        ctx.receiver.receive(grad_outputs, leaves)
         return (None,) * (2 + len(grad_outputs) + ctx.others)

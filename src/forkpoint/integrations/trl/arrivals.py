@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.step.differentiable import Differentiable, check_backward
@@ -40,13 +41,13 @@ class Arrivals:
     def _now(self) -> list[tuple[int, int] | None]:
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._trained]
 
-    def receive(self, gradients: Sequence[Tensor | None]) -> None:
+    def receive(self, gradients: Sequence[Tensor | None], leaves: Sequence[Node]) -> None:
         """Add the gradients of one backward to those of earlier backwards.
 
         Raises UnsupportedError for a backward that is not of all parameters, with create_graph, or
         after the step.
         """
-        check_backward(self._trained, "this loss", done=self.used)
+        check_backward(leaves, "this loss", done=self.used)
         for index, gradient in enumerate(gradients):
             known = self.gradients[index]
             if gradient is not None:
