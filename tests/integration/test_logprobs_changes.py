@@ -214,6 +214,7 @@ def test_log_probs_may_be_written_to() -> None:
     model = small_model("qwen3")
     policy = wrap(model, ACROSS)
     logprobs = policy.logprobs(BATCH)
+    logprobs *= 2.0
     loss = logprobs.sum()
     logprobs.detach().zero_()
     loss.backward()

@@ -192,7 +192,7 @@ def _runs(node: Node) -> bool:
 
 
 class Differentiable(torch.autograd.Function):
-    """An identity. Its backward passes the gradients to `receiver.receive`."""
+    """A copy of values. Its backward passes the gradients to `receiver.receive`."""
 
     @staticmethod
     def forward(
@@ -202,7 +202,8 @@ class Differentiable(torch.autograd.Function):
         gradient."""
         ctx.receiver, ctx.others = receiver, len(values_and_leaves) - count
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in values_and_leaves[:count])
+        # Not views, which torch does not let callers write to.
+        return tuple(x.clone() for x in values_and_leaves[:count])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, ...]:

@@ -273,8 +273,7 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
     first = FirstHalf(
         agreed.local.batch,
         agreed.plan,
-        # A copy, because callers may write to the returned values.
-        per_token[host.head].clone(),
+        per_token[host.head],
         host.compute_dtype,
         settings,
         Weights(host.named_parameters(), host.named_buffers()),
