@@ -1,7 +1,9 @@
 """`forkpoint replay` and the loop below it: real steps, shared and dense, from one state."""
 
 import copy
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts
 
-from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, save_rollouts, wrap
+from forkpoint import Config, ConfigError, Rollout, RolloutBatch, load_rollouts, save_rollouts, wrap
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
+from forkpoint.apps.cli.replay import make_optimizer
 from forkpoint.apps.replay import loop as replay_loop
 from forkpoint.apps.replay.loop import replay
 from forkpoint.apps.replay.records import ReplayStep
@@ -119,6 +122,22 @@ def test_gradient_norms_and_clipping() -> None:
     moved = norm / 4 / len(flat) ** 0.5
     assert step.difference.rms_change == pytest.approx(moved, rel=1e-5)
     assert step.difference.rms < 1e-5 * moved
+
+
+def test_a_loss_that_is_nan_makes_the_difference_nan() -> None:
+    batch = RolloutBatch(made_up_rollouts())
+    options: dict[str, Any] = {"optimizer": sgd, "steps": 2}
+    report = replay(tiny_model("qwen3"), batch, GRPO(), **options)
+    first, last = report.steps
+    diverged = replace(last, shared=replace(last.shared, loss=math.nan))
+    found = replace(report, steps=(first, diverged)).to_dict()["max_loss_difference"]
+    assert math.isnan(found)
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan, 1e300])
+def test_rates_that_no_optimizer_takes(rate: float) -> None:
+    with pytest.raises(ConfigError, match=r"lr is .*; it takes a number from 0 to 1e\+30"):
+        make_optimizer("sgd", rate)
 
 
 def test_events_have_their_times() -> None:

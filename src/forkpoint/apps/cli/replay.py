@@ -1,6 +1,5 @@
 """`forkpoint replay`: optimizer steps on the groups of a file, shared and dense."""
 
-import math
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 OptimizerName = Literal["adamw", "sgd"]
 MOST_STEPS = 40
 """Largest number of steps in the table."""
+MOST_RATE = 1e30
+"""Largest learning rate. torch converts it to float32, whose largest number is 3e38."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,12 +215,12 @@ class Replay:
 def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
     """Make torch's optimizer of this name, with its defaults except for the rate.
 
-    Raises ConfigError if the rate is negative or not finite.
+    Raises ConfigError if the rate is negative or too large for float32.
     """
     import torch
 
-    if not 0 <= lr < math.inf:
-        raise ConfigError(f"lr is {lr}; it takes a finite number of at least 0.")
+    if not 0 <= lr <= MOST_RATE:
+        raise ConfigError(f"lr is {lr}; it takes a number from 0 to {MOST_RATE:g}.")
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     return lambda parameters: kinds[name](parameters, lr=lr)
 

@@ -1,5 +1,6 @@
 """Records of the steps of a replay, as objects and as rows of JSON. Imports no torch."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -137,7 +138,9 @@ class ReplayReport:
             pairs = list(zip(shared, dense, strict=True))
             values["speedup"] = values["dense_ms"] / values["shared_ms"]
             values["median_speedup"] = statistics.median(d.ms / s.ms for s, d in pairs)
-            values["max_loss_difference"] = max(abs(d.loss - s.loss) for s, d in pairs)
+            apart = [abs(d.loss - s.loss) for s, d in pairs]
+            # Python's max may ignore NaN.
+            values["max_loss_difference"] = math.nan if any(map(math.isnan, apart)) else max(apart)
         return values
 
 
