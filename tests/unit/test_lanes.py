@@ -169,6 +169,14 @@ def test_text_is_shown_as_it_is_but_for_invisible_characters() -> None:
             {"predicted": [{"events": ["forward x"], "begins": [2], "ready": [1], "ends": [3]}]},
             "not in order at 2",
         ),
+        (
+            {
+                "predicted": [
+                    {"events": ["forward x"], "begins": [0], "ready": [0], "ends": [1e308]}
+                ]
+            },
+            r"the time 1e\+308; times are at most 1e\+30",
+        ),
     ],
 )
 def test_files_that_are_no_lanes(change: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from forkpoint.rollouts.schema import SchemaError, parse_json, read, read_small
 
 KIND = "lanes of a pipeline"
 MOST_BYTES = 64 << 20
+MOST_TIME = 1e30
+"""Largest time in a file of lanes. matplotlib cannot draw axes up to the largest float."""
 OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD, ENCODE, RELEASE)
 """First words of events."""
 
@@ -49,6 +51,8 @@ def _check_lane(lane: Lane, field: str) -> None:
         if not last <= begin <= ready <= end:
             raise SchemaError(f"{field} has times that are not in order at {begin:g}")
         last = end
+    if last > MOST_TIME:
+        raise SchemaError(f"{field} has the time {last:g}; times are at most {MOST_TIME:g}")
     for event in lane.events:
         if event.partition(" ")[0] not in OPERATIONS:
             raise SchemaError(
