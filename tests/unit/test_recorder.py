@@ -55,6 +55,7 @@ def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) 
         refused: tuple[tuple[Any, str], ...] = (
             ({"x": object()}, "the loss input 'x'"),
             ({"x": np.array(["a"])}, "array of <U1"),
+            ({"x": np.ones(2, np.longdouble)}, f"array of {np.dtype(np.longdouble)}"),
             ({3: 1}, "is named 3"),
             ({"x": torch.eye(2).to_sparse()}, "'x' is a Tensor of torch.float32, torch.sparse"),
             ([], r"loss_inputs is \[\] of type list"),

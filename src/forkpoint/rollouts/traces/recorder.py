@@ -28,6 +28,9 @@ from forkpoint.rollouts.traces.trace import (
     is_trace,
 )
 
+MOST_ITEM_BYTES = 8
+"""Largest size of a number in an array of a batch file."""
+
 
 def record(
     path: str | os.PathLike[str],
@@ -164,10 +167,11 @@ def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
             values[name] = _json(value, f"the loss input {name!r}")
             continue
         arrays[name] = np.asarray(host_values("The batch", f"the loss input {name!r}", value))
-        if arrays[name].dtype.kind not in "biuf":
+        dtype = arrays[name].dtype
+        if dtype.kind not in "biuf" or dtype.itemsize > MOST_ITEM_BYTES:
             raise ConfigError(
-                f"the loss input {name!r} is an array of {arrays[name].dtype}; it takes booleans, "
-                "whole numbers and floats."
+                f"the loss input {name!r} is an array of {dtype}; it takes booleans, whole numbers "
+                "and floats of up to 64 bits."
             )
     return arrays, values
 
