@@ -196,6 +196,19 @@ def test_a_thread_that_entered_the_decoder_before_the_step() -> None:
     assert messages and model.model.config is config
 
 
+def test_a_step_that_another_thread_begins() -> None:
+    """It is refused as such during the self-check too, in which the model has hooks."""
+    model: Any = small_model("qwen3")
+    policy, messages = wrap(model, ACROSS), []
+
+    def begin(*_: Any) -> None:
+        messages.append(refused(lambda: from_a_thread(lambda: policy.score(BATCH))))
+
+    model.model.layers[1].register_forward_hook(ReadOnlyHook(begin))
+    policy.score(BATCH)
+    assert messages and all("is inside a step" in message for message in messages)
+
+
 def test_two_threads_that_begin_steps() -> None:
     """They leave the process's settings as they were."""
     convolutions: Any = torch.backends.cudnn.conv

@@ -102,9 +102,11 @@ def claim(model: nn.Module, changes: Changes) -> None:
     """Reserve the model for this step until the changes are undone.
 
     Raises UnsupportedError if another step has reserved it. Of two concurrent threads, one
-    succeeds.
+    succeeds. The same step may reserve it again.
     """
     attributes = vars(model)
+    if attributes.get(CLAIM) is changes:
+        return
     changes.later(_release, attributes, changes)
     if attributes.setdefault(CLAIM, changes) is not changes:
         _refuse_step()

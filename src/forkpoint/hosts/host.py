@@ -233,6 +233,7 @@ class ModelHost(HeldModel):
     def allow_stock(self, changes: Changes) -> None:
         """Let `stock` run with any settings of the model, on this thread only, until the changes
         are undone."""
+        calls.claim(self.entry.core, changes)
         calls.keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
         self.entry.stock.allow(self.rounding_dtype, changes)
 
