@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forkpoint import Policy, Rollout, RolloutBatch, losses, wrap
 from forkpoint.errors import ConfigError, RolloutError, UnsupportedError
-from forkpoint.losses import LossBatch, LossOutputs
+from forkpoint.losses import DPO, GRPO, Distillation, FunctionLoss, Loss, LossBatch, LossOutputs
 
 BATCH = forked_batch()
 
@@ -78,6 +78,13 @@ def squared_entropy(outputs: LossOutputs, batch: LossBatch) -> Tensor:
     return outputs.entropies.square().sum() + outputs.logprobs.sum()  # type: ignore[union-attr]
 
 
+def sum_with(loss: Loss) -> Any:
+    def summed(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        return loss(outputs, batch) + outputs.logprobs.sum()
+
+    return summed
+
+
 PLAIN = [
     Rollout(r.token_ids, r.loss_mask, r.advantage, rollout_id=r.rollout_id, group_id=r.group_id)
     for r in BATCH
@@ -90,6 +97,10 @@ PLAIN = [
         (by_attribute, "batch.reference_logprobs, which is None"),
         (by_index, "batch.old_logprobs, which is None"),
         (squared_entropy, "outputs.entropies, which is None because it does not ask"),
+        (sum_with(GRPO(entropy=0.1)), "outputs.entropies, which is None because it does not ask"),
+        (sum_with(GRPO(kl=0.1)), "batch.reference_logprobs, which is None"),
+        (sum_with(Distillation()), "batch.reference_logprobs, which is None"),
+        (sum_with(DPO()), "batch.reference_logprobs, which is None"),
     ],
 )
 def test_fields_that_are_none_are_named(policy: Policy, loss: Any, message: str) -> None:
@@ -97,6 +108,12 @@ def test_fields_that_are_none_are_named(policy: Policy, loss: Any, message: str)
         with pytest.raises(ConfigError, match=message):
             call(PLAIN, loss)
     assert all(p.grad is None for p in policy.host.model.parameters())
+
+
+@pytest.mark.parametrize("function", [3, GRPO])
+def test_what_is_no_function(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the function of FunctionLoss is .*takes a function of"):
+        FunctionLoss(function)
 
 
 def test_other_errors_of_a_loss_stay_python_s(policy: Policy) -> None:

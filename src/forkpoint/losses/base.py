@@ -37,6 +37,20 @@ LOSSES_OF: dict[Head, str] = {
 }
 
 
+NO_ENTROPIES = (
+    "reads outputs.entropies, which is None because it does not ask for them. Give "
+    "losses.FunctionLoss(function, needs_entropy=True), or set needs_entropy = True in its class."
+)
+
+
+def no_field(name: str) -> str:
+    """Message about a field of a view that is None. The name of the loss precedes it."""
+    return (
+        f"reads batch.{name}, which is None because the rollouts have none. Give every Rollout its "
+        f"{name}; {SOURCES[name]}."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Denominators:
     """Denominators of means: counts over all calls and ranks of a step.
@@ -149,6 +163,24 @@ class LossBatch:
         return divide(terms_T.sum(), self.denominators.rollouts)
 
 
+# In a function, a loss computes its terms without `Loss.check`.
+
+
+def given(batch: LossBatch, name: str) -> Tensor:
+    """A field of the view. Raises ConfigError if the rollouts have none."""
+    value = getattr(batch, name)
+    if value is None:
+        raise ConfigError(f"the loss {no_field(name)}")
+    return value
+
+
+def given_entropies(outputs: LossOutputs) -> Tensor:
+    """Entropies of the view. Raises ConfigError if there are none."""
+    if outputs.entropies is None:
+        raise ConfigError(f"the loss {NO_ENTROPIES}")
+    return outputs.entropies
+
+
 class Loss:
     """Base class of losses. A subclass sets the attributes below and defines `__call__`.
 
@@ -253,6 +285,13 @@ class FunctionLoss(Loss):
     function: LossFunction
     decomposition: Decomposition = "joint"  # pyright: ignore[reportIncompatibleVariableOverride]
     needs_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, type) or not callable(self.function):
+            raise ConfigError(
+                f"the function of FunctionLoss is {short(self.function)}; it takes a function of "
+                "(outputs, batch)."
+            )
 
     def __repr__(self) -> str:
         """Name of the function, without the address in its repr."""

@@ -19,6 +19,7 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
     divide,
+    given,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -111,8 +112,7 @@ class DPO(PairLoss):
             )
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        assert batch.reference_logprobs is not None, "check() was not called"
-        differences_T = outputs.logprobs - batch.reference_logprobs
+        differences_T = outputs.logprobs - given(batch, "reference_logprobs")
         margins_P = _margins(differences_T, batch, mean=self.length_normalized)
         return divide(self._terms(margins_P).sum(), batch.denominators.groups)
 

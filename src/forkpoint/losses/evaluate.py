@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.losses.base import SOURCES, Loss, LossBatch
+from forkpoint.losses.base import NO_ENTROPIES, SOURCES, Loss, LossBatch, no_field
 from forkpoint.losses.outputs import LossOutputs
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
@@ -28,17 +28,10 @@ def computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         assert error.__traceback__ is not None
         read = _names(error.__traceback__.tb_next)
         if "entropies" in read and "logprobs" in outputs.per_token and outputs.entropies is None:
-            raise ConfigError(
-                f"the loss {loss!r} reads outputs.entropies, which is None because it does not ask "
-                "for them. Give losses.FunctionLoss(function, needs_entropy=True), or set "
-                "needs_entropy = True in its class."
-            ) from error
-        for name, source in SOURCES.items():
+            raise ConfigError(f"the loss {loss!r} {NO_ENTROPIES}") from error
+        for name in SOURCES:
             if name in read and getattr(batch, name) is None:
-                raise ConfigError(
-                    f"the loss {loss!r} reads batch.{name}, which is None because the rollouts "
-                    f"have none. Give every Rollout its {name}; {source}."
-                ) from error
+                raise ConfigError(f"the loss {loss!r} {no_field(name)}") from error
         raise
 
 

@@ -9,7 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
-from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
+from forkpoint.losses.base import (
+    Decomposition,
+    Loss,
+    LossBatch,
+    LossOutputs,
+    check_choice,
+    given,
+)
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -104,9 +111,8 @@ class Distillation(Loss):
             )
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        assert batch.reference_logprobs is not None, "check() was not called"
         logprobs_T = batch.trained(outputs.logprobs)
-        terms_T = batch.trained(batch.reference_logprobs) - logprobs_T
+        terms_T = batch.trained(given(batch, "reference_logprobs")) - logprobs_T
         if self.direction == "reverse":
             ratios_T = ratios(log_ratios(logprobs_T, batch))
             terms_T = -clipped_surrogate(ratios_T, terms_T.detach(), self.clip, self.clip_high)

@@ -18,6 +18,8 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
     divide,
+    given,
+    given_entropies,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -106,12 +108,10 @@ class PolicyLoss(Loss):
         if batch.weights is not None:
             terms_T = terms_T * batch.trained(batch.weights)
         if self.kl:
-            assert batch.reference_logprobs is not None, "check() was not called"
-            differences_T = batch.trained(batch.reference_logprobs) - logprobs_T
+            differences_T = batch.trained(given(batch, "reference_logprobs")) - logprobs_T
             terms_T = terms_T + self.kl * kl_terms(differences_T, self.kl_estimator)
         if self.entropy:
-            assert outputs.entropies is not None, "the loss has needs_entropy"
-            terms_T = terms_T - self.entropy * outputs.entropies
+            terms_T = terms_T - self.entropy * given_entropies(outputs)
         return self.reduce(terms_T, batch)
 
     def zero_without_advantage(

@@ -56,7 +56,8 @@ class RouterLoss:
             raise ConfigError(
                 f"last_token of RouterLoss is {short(self.last_token)}; it takes True or False."
             )
-        if self.scope not in ("rollout", "batch") and not _are_lists(self.scope):
+        named = isinstance(self.scope, str) and self.scope in ("rollout", "batch")
+        if not named and not _are_lists(self.scope):
             raise ConfigError(
                 f'scope of RouterLoss is {short(self.scope)}; it takes "rollout", "batch", or a '
                 "list of lists of rollout indices."

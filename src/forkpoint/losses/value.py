@@ -14,6 +14,7 @@ from forkpoint.losses.base import (
     LossOutputs,
     check_choice,
     check_number,
+    given,
 )
 from forkpoint.losses.outputs import Head
 
@@ -54,12 +55,10 @@ class ValueLoss(Loss):
             object.__setattr__(self, "needs", ("returns",))
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        assert batch.returns is not None, "check() was not called"
-        values_T, returns_T = batch.trained(outputs.values), batch.trained(batch.returns)
+        values_T, returns_T = batch.trained(outputs.values), batch.trained(given(batch, "returns"))
         terms_T = (values_T - returns_T).square()
         if self.clip != math.inf:
-            assert batch.old_values is not None, "check() was not called"
-            old_T = batch.trained(batch.old_values)
+            old_T = batch.trained(given(batch, "old_values"))
             clipped_T = values_T.clamp(old_T - self.clip, old_T + self.clip)
             terms_T = torch.maximum(terms_T, (clipped_T - returns_T).square())
         return batch.total(terms_T / 2, self.normalize)

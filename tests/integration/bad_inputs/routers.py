@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from router_losses import routed_model
 
@@ -73,6 +74,10 @@ ROUTERS = (
     router_kind(
         lambda: RouterLoss(scope="group"),  # type: ignore[arg-type]
         message='scope of RouterLoss is \'group\'; it takes "rollout", "batch", or a list of lists',
+    ),
+    router_kind(
+        lambda: RouterLoss(scope=np.zeros((2, 2))),  # type: ignore[arg-type]
+        message="scope of RouterLoss is array(",
     ),
     router_kind(
         lambda: RouterLoss(last_token=1),  # type: ignore[arg-type]
