@@ -14,7 +14,10 @@ from forkpoint.losses import CISPO, GMPO, GRPO, GSPO, SAPO, SFT, ValueLoss
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
-SHAPES = ["given_tokens", "computed_tokens", "bound", "step_ms", "trained_tokens"]
+SHAPES = [
+    *("given_tokens", "computed_tokens", "bound", "step_ms"),
+    *("trained_tokens", "averaged_tokens"),
+]
 
 
 def off_policy(model: Any, batch: RolloutBatch) -> RolloutBatch:
@@ -91,6 +94,7 @@ def test_metrics_are_those_of_a_loop(loss: Any, clips: Any, left_out: bool) -> N
         "reference_kl": sum(math.exp(x) - 1 - x for _, x, _ in tokens) / len(tokens),
         "clip_fraction": clipped / len(tokens),
         "trained_tokens": batch.trained_tokens,
+        "averaged_tokens": len(tokens),
         "computed_tokens": stats.computed_tokens,
         "step_ms": sum(stats.phase_ms.values()),
     }
@@ -112,6 +116,18 @@ def test_metrics_follow_what_was_asked_for() -> None:
     critic = wrap(tiny_model("llama", critic=True))
     values = BATCH.with_(returns=[1.0] * len(BATCH), old_values=np.zeros(BATCH.logical_tokens))
     assert {"value", "loss"} <= set(critic.forward_backward(values, ValueLoss()).metrics())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_means_without_tokens_that_ran(trained: bool) -> None:
+    """Of rollouts without trained tokens, or without an advantage: 0 would be a wrong mean."""
+    model = small_model("llama")
+    batch = off_policy(model, BATCH).with_(advantages=[0.0] * len(BATCH))
+    rollouts = list(batch) if trained else [replace(x, loss_mask=[0] * len(x)) for x in batch]
+    found = wrap(model).forward_backward(rollouts, GRPO()).metrics()
+    assert found["averaged_tokens"] == 0
+    assert found["trained_tokens"] == (batch.trained_tokens if trained else 0)
+    assert not {"logprob", "ratio_mean", "approx_kl", "reference_kl", "clip_fraction"} & set(found)
 
 
 def test_metrics_of_logprobs_that_are_nan() -> None:

@@ -35,17 +35,21 @@ def policy_metrics(
         loss: the loss of the step.
         plan: the plan that ran.
     """
-    found = {"trained_tokens": float(batch.trained_tokens)}
-    if not per_token or not batch.trained_tokens:
+    ran = batch.loss_mask & labels_run(batch.offsets, plan.run_lengths)
+    averaged = int(np.count_nonzero(ran))
+    found = {
+        "trained_tokens": float(batch.trained_tokens),
+        "averaged_tokens": float(averaged),
+    }
+    if not per_token or not averaged:
         return found
     some_T = next(iter(per_token.values()))
     views = LossViews(batch, batch_denominators(batch), some_T.device, some_T.dtype)
     view, _ = views.of_rollouts(np.ones(len(batch), bool))
-    ran_T = view.loss_mask & on_device(labels_run(batch.offsets, plan.run_lengths), some_T.device)
-    count = ran_T.sum().clamp(min=1)
+    ran_T = on_device(ran, some_T.device)
 
     def mean(values_T: Tensor) -> Tensor:
-        return torch.where(ran_T, values_T, 0).sum() / count
+        return torch.where(ran_T, values_T, 0).sum() / averaged
 
     means = {NAMES.get(name, name): mean(values_T) for name, values_T in per_token.items()}
     if "logprobs" in per_token:
