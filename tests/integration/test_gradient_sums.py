@@ -45,3 +45,21 @@ def test_a_step_is_the_rounded_sum_of_its_microbatches() -> None:
     # Rounding once is off by at most 2^-9 of each entry.
     assert max(errors["float32"]) <= 2**-9
     assert sum(errors["parameter"]) > 1.5 * sum(errors["float32"])
+
+
+def test_gradients_in_another_dtype_than_parameters() -> None:
+    """The sum is not rounded then. A step without any gradient gives zeros of that dtype."""
+    model = tiny_model("llama", num_hidden_layers=1).bfloat16()
+    policy = wrap(model, Config(grad_accumulation_dtype="float32"))
+    policy.forward_backward(BATCH, GRPO())
+    rounded = gradients(model)
+    clear_gradients(model)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    policy.forward_backward(BATCH, GRPO())
+    for name, gradient in gradients(model).items():
+        assert gradient is not None and gradient.dtype == torch.float32
+        assert torch.equal(gradient.bfloat16(), rounded[name])  # type: ignore[arg-type]
+    clear_gradients(model)
+    policy.forward_backward([replace(r, advantage=0.0) for r in BATCH], GRPO())
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

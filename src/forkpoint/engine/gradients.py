@@ -28,6 +28,11 @@ def twins(
     return [made[parameter] for parameter in parameters]
 
 
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype of a parameter's `.grad`, which is its own unless the user has set another."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 class GradientSums:
     """Sums of gradients over the backwards of a step; in float32 or wider with `fp32`.
 
@@ -90,7 +95,7 @@ class GradientSums:
         while self._sums:
             parameter, total = self._sums.popitem()
             if parameter.grad is None:
-                parameter.grad = total.to(parameter.dtype)
+                parameter.grad = total.to(gradient_dtype(parameter))
             else:
                 # In place: optimizers and buckets may hold on to this tensor.
                 parameter.grad.detach().add_(total)
@@ -145,7 +150,7 @@ class GradientGuard:
         for parameter, found in zip(self.parameters, reached, strict=True):
             if found is not None and parameter.grad is None:
                 self.touched = True
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
     def take_back(self) -> Literal["unchanged", "cleared"]:
         """Remove what the step has added; after an interrupt it can be repeated.
