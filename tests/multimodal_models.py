@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import hybrids
@@ -136,6 +137,8 @@ def tiny_multimodal(
     language model and of its encoder."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
+    if family == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("the forward of this version fails")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # special tokens beyond the tiny vocabulary
         made: Any = CONFIG_MAPPING[family]

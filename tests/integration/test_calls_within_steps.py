@@ -76,9 +76,7 @@ def whole_calls(model: Any) -> dict[str, Callable[[], Any]]:
         "generate with a static cache": lambda: model.generate(
             IDS, attention_mask=MASK, cache_implementation="static", **greedy
         ),
-        "a mask": lambda: create_causal_mask(
-            config=causal.config, inputs_embeds=hidden, attention_mask=MASK, past_key_values=None
-        ),
+        "a mask": lambda: create_causal_mask(causal.config, hidden, MASK, None),
         "another policy": lambda: wrap(model),
         "a score": lambda: other.score(BATCH),
         "another step": lambda: other.forward_backward(BATCH, losses.GRPO()),

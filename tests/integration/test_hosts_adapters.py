@@ -49,9 +49,13 @@ def test_adapters_on_a_frozen_base(adapter: str) -> None:
 def test_adapters_that_transformers_puts_in() -> None:
     model = small_model("qwen3")
     torch.manual_seed(0)
-    model.add_adapter(
-        LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
-    )
+    adapter = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
+    try:
+        model.add_adapter(adapter)
+    except ValueError as error:  # transformers 5.24 needs peft 0.22
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(str(error))
     assert step_error(model, BATCH, LOSS) < 1e-10
     assert all(p.requires_grad == ("lora" in n) for n, p in model.named_parameters())
 

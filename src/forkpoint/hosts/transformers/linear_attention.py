@@ -285,7 +285,7 @@ def _microbatch_of(
         found = "a cache" if cache is not None else "an attention mask"
         raise UnsupportedError(
             f"{type(module).__name__} was called with {found}; forkpoint runs whole microbatches "
-            "without either. Give no past_key_values and no attention_mask."
+            "without either. Give no cache and no attention_mask."
         )
     return context
 
