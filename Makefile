@@ -23,13 +23,14 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py \
   tests/unit/test_house.py tests/unit/test_config.py tests/unit/test_changes.py \
   tests/integration/test_logprobs.py
 FUZZ_SECONDS ?= 600
+OLD ?= main~1
 # make test-slow PART=2/4 runs the second quarter of the lane.
 PART ?= 1/1
 TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test durations test-slow test-ranks test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
+.PHONY: help demo docs test durations test-slow test-ranks test-quick fuzz compare figures check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +61,12 @@ test-quick: $(ready)  ## the fast tests alone, for every save
 
 fuzz: $(ready)  ## random models, batches and plans from fresh seeds, for FUZZ_SECONDS
 	@$(bin)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $$(date +%s)
+
+compare: $(ready)  ## steps of the working tree beside those of a commit, bit for bit; OLD=main~1
+	@$(bin)/python scripts/compare_commits.py $(OLD)
+
+figures: $(ready)  ## the schedules of docs/concepts/phases.md
+	@$(bin)/python scripts/plot_schedule.py
 
 mutate: $(ready)  ## which seeded changes of the source the tests find; hours, less with WORKERS
 	@$(bin)/python scripts/mutate.py --workers $(WORKERS) --out mutate-output
