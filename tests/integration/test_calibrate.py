@@ -369,7 +369,7 @@ def test_times_of_the_host_are_those_of_blocks(long_ms: float) -> None:
         "block": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
         "rest": (4.0, 5.0),
         "write": (0.25, 0.0),
-        "read": (0.5, 0.75),
+        "read": (1.0, 1.75),
         "launch": (1.0, 2.0),
         "long": (long_ms, 2 * long_ms),
     }

@@ -285,33 +285,33 @@ def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
 
 
 def _host_times(
-    whole: Rows, host: ModelHost, step: StepTimes, tokens: int
+    rows: Rows, host: ModelHost, step: StepTimes, tokens: int
 ) -> dict[str, tuple[float, float]]:
     """Host times of microbatches, forward and backward, by names of fields of a calibration.
 
     step: times of a step of this model.
     tokens: length of a short row.
     """
-    layers, full = len(host.blocks), host.shape.windows.count(0)
-    plain = whole.block_ms(host, tokens, RESPONSE_TOKENS)
-    forked = whole.block_ms(host, tokens, RESPONSE_TOKENS, 2, shares=True)
+    layers, full = len(host.blocks), max(host.shape.windows.count(0), 1)
+    plain = rows.block_ms(host, tokens, RESPONSE_TOKENS)
+    forked = rows.block_ms(host, tokens, RESPONSE_TOKENS, 2, shares=True)
     long = plain
     with suppress(UnsupportedError):  # rotary frequencies may not allow a longer prompt
-        long = whole.block_ms(host, LONG_TOKENS, RESPONSE_TOKENS, 2)
+        long = rows.block_ms(host, LONG_TOKENS, RESPONSE_TOKENS, 2)
     found: dict[str, list[float]] = {}
     for way in (0, 1):
         # The host's speed varies between measurements. A prompt takes at least as long.
         block = min(plain[way], step.prompt_block[way])
-        # Prices are for a layer of full attention.
-        launch, each = ((x[way] - plain[way]) * layers / max(full, 1) for x in (forked, long))
-        launch = max(launch, 0.0)
+        launch = max(forked[way] - plain[way], 0.0)
+        # The prices of launches and long sequences are for layers of full attention.
+        long_ms = (long[way] - plain[way]) / 2 * layers / full
         each = {
             "block": block,
             "rest": step.reader[way] - layers * step.reader_block[way],
             "write": step.prompt_block[way] - block,
             "read": step.reader_block[way] - block - launch,
-            "launch": launch,
-            "long": each / 2 if each / 2 >= LEAST_LONG_MS else 0.0,
+            "launch": launch * layers / full,
+            "long": long_ms if long_ms >= LEAST_LONG_MS else 0.0,
         }
         for name, ms in each.items():
             found.setdefault(name, []).append(max(ms, 0.0))
