@@ -149,8 +149,8 @@ def measured_budget(
     step will allocate: gradients and optimizer states of `parameters` that do not exist yet, and
     other allocations.
 
-    besides_bytes: other bytes that the step allocates: gathered weights, and gradients of sharded
-        parameters.
+    besides_bytes: bytes of gathered weights and of gradients of sharded parameters, which the step
+        allocates too.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]

@@ -246,7 +246,7 @@ class Rows:
         return max(0.0, found[0] - token * sizes[-2]), token
 
     def _group(self, prompt: int, response: int, count: int) -> RolloutBatch:
-        """Rollouts of one prompt. Their first responses' tokens differ."""
+        """Rollouts of one prompt, whose responses differ in their first tokens."""
         ids = np.random.default_rng(0).integers(0, self.vocab, (count, prompt + response))
         ids[:, :prompt], ids[:, prompt] = ids[0, :prompt], np.arange(count)
         mask = np.arange(prompt + response) >= prompt
