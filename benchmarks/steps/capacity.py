@@ -22,6 +22,7 @@ from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import DENSE, GROUP, Stepper, Timed
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError, PlanError
+from forkpoint.plan import Plan
 from forkpoint.plan.longest import longest
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.units import size_in_bytes
@@ -54,7 +55,8 @@ class Capacity(Steps):
         checked_prompt: Tokens of the prompt for which gradients are compared; 0 compares none.
         step_tokens: Lengths are multiples of this many tokens.
         most_tokens: The largest total length that is tried.
-        second: Time a second step at the largest length too, whose memory of the host is there.
+        second: Time a second step at the largest length too, where the first allocates memory of
+            the host; its time is compared with dense's.
     """
 
     NAME: ClassVar[str] = "capacity"
@@ -144,13 +146,12 @@ class Capacity(Steps):
             if batch is None:
                 continue
             totals[way] = found
-            for figure in self._figures(row, ran[found]):
-                if figure.metric == "time of a computed TFLOP":
-                    times[way] = figure.value
-                yield figure
-            if self.second:
+            times[way] = ran[found].typical_ms / _tflops(ran[found].plan)
+            yield from self._figures(row, ran[found])
+            if self.second and ran[found].plan.host_layers:
                 row = partial(cell_row, self.NAME, f"{case}, second step")
                 again = stepper.repeat(policy, batch, repeats=1, into=Timed(ran[found].plan))
+                times[way] = again.typical_ms / _tflops(again.plan)
                 yield from self._figures(row, again)
         for way in totals.keys() & {"device", "host"} if "dense" in totals else ():
             row = partial(cell_row, self.NAME, f"{label}: {way}", baseline="dense")
@@ -218,13 +219,12 @@ class Capacity(Steps):
     def _figures(self, row: Any, timed: Timed) -> Iterator[ResultRow]:
         """Figures of the step at the largest length."""
         plan, stats = timed.plan, timed.stats
-        assert plan.shape is not None and stats is not None
+        assert stats is not None
         how = (
             f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens} tokens"
         )
         yield row("step at the largest", timed.typical_ms, "ms", note=how)
-        flops = plan.shared.step_flops(plan.shape)
-        yield row("time of a computed TFLOP", timed.typical_ms / flops * 1e12, "ms")
+        yield row("time of a computed TFLOP", timed.typical_ms / _tflops(plan), "ms")
         if timed.peak_bytes is not None:
             yield row("peak at the largest", timed.peak_bytes, "bytes")
         if stats.offload is not None:
@@ -235,6 +235,11 @@ class Capacity(Steps):
             yield row("bytes copied", moved, "bytes")
             waited = stats.offload.on_demand
             yield row("layers fetched when asked for", waited, "1")
+
+
+def _tflops(plan: Plan) -> float:
+    assert plan.shape is not None
+    return plan.shared.step_flops(plan.shape) / 1e12
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
