@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from commands import CONFIG
@@ -21,6 +22,7 @@ from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
 from forkpoint.apps.cli.models import random_model
 from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.hosts.modules import cache_module_walks
@@ -31,7 +33,7 @@ from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic, calibrator, microbatches
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.step.calibrate.microbatches import Rows, StepTimes
+from forkpoint.step.calibrate.microbatches import BlockTimes, Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts
 
 MODEL = CONFIG | {
@@ -297,11 +299,17 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
     model = random_model(MODEL, torch.float32, 0).train()
     host, alive = host_of(model), ref(model)
     rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
+
+    def timed(host: ModelHost) -> StepTimes:
+        step = rows.host_step(host, 16, 16)
+        assert rows.in_turn({"step": step}) == {"step"}
+        return step.times
+
     with Changes() as changes:
         cache_module_walks(changes)  # as within a step that measures at its first plan
-        whole = rows.step_ms(host, 16, 16)
+        whole = timed(host)
         monkeypatch.setattr(host, "check", lambda *_, **__: time.sleep(0.05))
-        slow = rows.step_ms(host, 16, 16)
+        slow = timed(host)
         assert slow.outside > 50 and whole.outside > 0
         assert min(*whole.prompt_block, *whole.reader_block) > 0
         assert MODEL["num_hidden_layers"] * min(whole.reader_block) < 10 * max(whole.reader)
@@ -335,45 +343,77 @@ def test_a_block_is_timed_where_the_next_begins(
     model = random_model(MODEL | {"num_hidden_layers": 4}, torch.float32, 0).train()
     host = host_of(model, compile_blocks=compiled)
     rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
-    step = rows.step_ms(host, 16, 16)
-    for count in (1, 2):
-        assert rows.block_ms(host, 16, 16, count) == pytest.approx((10, 20))
-    assert rows.block_ms(host, 16, 16, 2, shares=True) == pytest.approx((10, 40))
-    assert step.prompt_block == pytest.approx((10, 20))
-    assert step.reader_block == pytest.approx((10, 40)), "it has two launches"
+    step, forked = rows.host_step(host, 16, 16), rows.host_row(host, 16, 16, 2, shares=True)
+    plain = {f"{count}": rows.host_row(host, 16, 16, count) for count in (1, 2)}
+    rows.in_turn({"step": step, "forked": forked, **plain})
+    for row in plain.values():
+        assert row.block_ms == pytest.approx((10, 20))
+    assert forked.block_ms == pytest.approx((10, 40))
+    assert step.times.prompt_block == pytest.approx((10, 20))
+    assert step.times.reader_block == pytest.approx((10, 40)), "it has two launches"
     assert "enter" not in vars(host), "the host is as before"
 
 
-@pytest.mark.parametrize("long_ms", [0.0, 0.03, 0.25])
-def test_times_of_the_host_are_those_of_blocks(long_ms: float) -> None:
+def test_samples_run_in_turn_and_those_that_a_model_refuses_are_left_out() -> None:
+    rows = Rows(Clock(torch.device("cpu"), repeats=1, busy_products=0), kernel="auto", vocab=64)
+    ran: list[str] = []
+
+    def sample(name: str, seconds: float) -> Any:
+        def run() -> None:
+            ran.append(name)
+            time.sleep(seconds if ran.count(name) == 1 else 0.0)
+            if name == "long":
+                raise UnsupportedError("no longer prompt")
+
+        return SimpleNamespace(run=run)
+
+    names = rows.in_turn({n: sample(n, 0.2) for n in ("plain", "long", "forked")})
+    assert names == {"plain", "forked"}
+    assert ran == ["plain", "long", "forked"] + ["plain", "forked"] * 2
+    assert 0 < rows.clock.seconds < 0.2, "first runs, which compile, are not counted"
+
+
+def test_the_least_time_of_each_block_counts_without_the_first_run() -> None:
+    """Forwards and backwards of five blocks in four runs; another process takes time in two."""
+    blocks = BlockTimes(cast(Any, SimpleNamespace(blocks=[None] * 5)))
+    for way, ms in ((0, 2.0), (1, 3.0)):
+        for run in range(4):
+            # The first run is faster, the first two blocks of a forward slower.
+            each = np.full(4, ms - 1.5 * (run == 0))
+            each[:2] += 10.0 * (way == 0)
+            each[run - 1] += 5.0 * (run in (1, 2))
+            blocks._passes[way].append([0.0, *np.cumsum(each).tolist()])
+    assert blocks.least(slice(1, None), slice(1, None)) == pytest.approx((2.0, 3.0))
+
+
+@pytest.mark.parametrize("long_ms", [None, 0.03, 0.25])
+def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
     """With made-up times: 2 and 3 ms a block, 1 and 2 ms a launch, for every other block."""
 
-    class MadeUp(Rows):
-        def __init__(self) -> None:
-            pass
-
-        def block_ms(
-            self, host: Any, prompt: int, response: int, count: int = 1, *, shares: bool = False
-        ) -> tuple[float, float]:
-            more = 0.5 * shares + 0.5 * count * long_ms * (prompt >= 2048)
-            return 2.0 + more, 3.0 + 2 * more
+    def block(more: float) -> tuple[float, float]:
+        return 2.0 + more, 3.0 + 2 * more
 
     def step(layers: int) -> StepTimes:
         reader = (4.0 + 3.5 * layers, 5.0 + 5.25 * layers)
         return StepTimes(reader, 6.0 + 0.5 * layers, (2.25, 2.5), (3.5, 5.25))
 
+    blocks = {"plain": block(0.0), "forked": block(0.5)}
+    if long_ms is not None:
+        blocks["long"] = block(long_ms)
     half = SimpleNamespace(blocks=[None] * 8, shape=SimpleNamespace(windows=(0, 64) * 4))
-    found = calibrator._host_times(MadeUp(), cast(Any, half), step(8), 256)
-    long_ms *= long_ms > 0.1
+    found = calibrator._host_times(cast(Any, half), step(8), blocks)
+    long_ms = 0.0 if long_ms in (None, 0.03) else long_ms
     assert found == {
-        "block": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
-        "rest": (4.0, 5.0),
-        "write": (0.25, 0.0),
-        "read": (1.0, 1.75),
-        "launch": (1.0, 2.0),
-        "long": (long_ms, 2 * long_ms),
+        "host_block_ms": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
+        "host_rest_ms": (4.0, 5.0),
+        "host_write_ms": (0.25, 0.0),
+        "host_read_ms": (1.0, 1.75),
+        "host_launch_ms": (1.0, 2.0),
+        "host_long_ms": (long_ms, 2 * long_ms),
     }
     assert calibrator._host_step({1: step(1), 8: step(8)}) == (6.0, 0.5)
+    longer = step(1)._replace(outside=8.5, tokens=1000)
+    assert calibrator._host_token(step(1), longer) == 2e-3
 
 
 def test_the_model_of_host_times_is_deep_where_layers_are_small() -> None:

@@ -8,8 +8,8 @@ storages that autograd saves, not from the allocator, so this also works on a CP
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from forkpoint.hosts.libraries import host_of
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import Calibration, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.step.calibrate.microbatches import Rows, StepTimes
+from forkpoint.step.calibrate.microbatches import HostRow, Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts, curve
 from forkpoint.tree import LONG_TOKENS
 
@@ -177,18 +177,24 @@ def calibrate(
         if layers > MORE:
             deep = host_of(make_model(layers), compile_blocks=compile_blocks)
             deep.compiling.announced = not announces
-    steps = {len(each.blocks): whole.step_ms(each, sizes[0], sizes[0]) for each in (host, deep)}
-    token_ms = 0.0
-    of_host = dict.fromkeys(("block", "rest", "write", "read", "launch", "long"), (0.0, 0.0))
+    of_steps = {"few": whole.host_step(host, sizes[0], sizes[0])}
+    of_steps["deep"] = whole.host_step(deep, sizes[0], sizes[0])
+    of_rows: dict[str, HostRow] = {}
     if host.device.type == "cuda":
         # The prompt's sequence ends before its last token. The rollouts have more tokens than the
-        # device runs, and rotary frequencies may not allow a longer prompt.
-        with suppress(UnsupportedError):
-            long, short = whole.step_ms(host, LONG_TOKENS + 1, 16, 16), steps[FEW]
-            token_ms = max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
-        # The host does not wait for the device here, so that short work before a sample suffices.
-        rows_of_host = replace(whole, clock=of_parts)
-        of_host = _host_times(rows_of_host, deep, steps[len(deep.blocks)], sizes[0])
+        # device runs.
+        of_steps["long"] = whole.host_step(host, LONG_TOKENS + 1, RESPONSE_TOKENS, 16)
+        of_rows = {
+            "plain": whole.host_row(deep, sizes[0], RESPONSE_TOKENS),
+            "forked": whole.host_row(deep, sizes[0], RESPONSE_TOKENS, 2, shares=True),
+            "long": whole.host_row(deep, LONG_TOKENS, RESPONSE_TOKENS, 2),
+        }
+    samples = {f"{name} step": each for name, each in of_steps.items()}
+    ran = whole.in_turn(samples | {f"{name} row": each for name, each in of_rows.items()})
+    steps = {name: each.times for name, each in of_steps.items() if f"{name} step" in ran}
+    blocks = {name: each.block_ms for name, each in of_rows.items() if f"{name} row" in ran}
+    of_host: dict[str, Any] = _host_times(deep, steps["deep"], blocks) if blocks else {}
+    token_ms = _host_token(steps["few"], steps["long"]) if "long" in steps else 0.0
     # Last, because it compiles blocks again.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -212,14 +218,9 @@ def calibrate(
         back_bytes_per_ms=copies["back_bytes_per_ms"],
         kept_bytes=kept,
         working_bytes=working,
-        host_step_ms=_host_step(steps),
+        host_step_ms=_host_step({FEW: steps["few"], len(deep.blocks): steps["deep"]}),
         host_token_ms=token_ms,
-        host_block_ms=of_host["block"],
-        host_rest_ms=of_host["rest"],
-        host_write_ms=of_host["write"],
-        host_read_ms=of_host["read"],
-        host_long_ms=of_host["long"],
-        host_launch_ms=of_host["launch"],
+        **of_host,
         seconds=seconds,
         first_seconds=seconds - clock.seconds - of_parts.seconds,
     )
@@ -284,23 +285,26 @@ def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
     return max(less.outside - few * layer, 0.0), layer
 
 
+def _host_token(short: StepTimes, long: StepTimes) -> float:
+    """Time of a step outside of its microbatches, per token of the rollouts."""
+    return max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
+
+
 def _host_times(
-    rows: Rows, host: ModelHost, step: StepTimes, tokens: int
+    host: ModelHost, step: StepTimes, blocks: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
     """Host times of microbatches, forward and backward, by names of fields of a calibration.
 
     step: times of a step of this model.
-    tokens: length of a short row.
+    blocks: time of a block of a microbatch with one sequence ("plain"), with an additional launch
+        ("forked"), and with two long sequences ("long"), unless the model does not support these.
     """
     layers, full = len(host.blocks), max(host.shape.windows.count(0), 1)
-    plain = rows.block_ms(host, tokens, RESPONSE_TOKENS)
-    forked = rows.block_ms(host, tokens, RESPONSE_TOKENS, 2, shares=True)
-    long = plain
-    with suppress(UnsupportedError):  # rotary frequencies may not allow a longer prompt
-        long = rows.block_ms(host, LONG_TOKENS, RESPONSE_TOKENS, 2)
+    plain, forked = blocks["plain"], blocks["forked"]
+    long = blocks.get("long", plain)
     found: dict[str, list[float]] = {}
     for way in (0, 1):
-        # The host's speed varies between measurements. A prompt takes at least as long.
+        # A prompt takes at least as long.
         block = min(plain[way], step.prompt_block[way])
         launch = max(forked[way] - plain[way], 0.0)
         # The prices of launches and long sequences are for layers of full attention.
@@ -314,5 +318,5 @@ def _host_times(
             "long": long_ms if long_ms >= LEAST_LONG_MS else 0.0,
         }
         for name, ms in each.items():
-            found.setdefault(name, []).append(max(ms, 0.0))
+            found.setdefault(f"host_{name}_ms", []).append(max(ms, 0.0))
     return {name: (forward, backward) for name, (forward, backward) in found.items()}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,12 +36,13 @@ COLD = 2
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of a short step of two microbatches, in which the device waits for the host."""
+    """Least milliseconds of a short step of two microbatches, in which the device waits for the
+    host."""
 
     reader: tuple[float, float]
     """Forward and backward of the microbatch that reads the other."""
     outside: float
-    """Least time outside of the microbatches."""
+    """Time outside of the microbatches."""
     prompt_block: tuple[float, float] = (0.0, 0.0)
     """Host time of a block of the microbatch that is read, forward and backward."""
     reader_block: tuple[float, float] = (0.0, 0.0)
@@ -93,8 +94,9 @@ class BlockTimes:
             self._passes[way].append([])
         self._passes[way][-1].append(time.perf_counter() * 1e3)
 
-    def typical(self, of_forward: slice, of_backward: slice) -> tuple[float, float]:
-        """Mean over blocks of the median over these passes; 0 for a model of one block.
+    def least(self, of_forward: slice, of_backward: slice) -> tuple[float, float]:
+        """Mean over blocks of the least time over these passes; 0 for a model of one block. Other
+        load of the host only adds time.
 
         The first blocks of a forward are left out if there are others: the first also makes the
         tables of the microbatch, and the next ones find cold caches. With 28 blocks on a CPU they
@@ -105,7 +107,74 @@ class BlockTimes:
             return 0.0, 0.0
         forward = np.diff(np.array(self._passes[0][of_forward]))[:, min(COLD, count - 2) :]
         backward = np.diff(np.array(self._passes[1][of_backward]))
-        return float(np.median(forward, axis=0).mean()), float(np.median(backward, axis=0).mean())
+        return float(forward.min(axis=0).mean()), float(backward.min(axis=0).mean())
+
+
+class Sample(Protocol):
+    """Work of the host that is timed each time it runs. The first run is not counted."""
+
+    def run(self) -> None:
+        """Run the work, and wait for the device."""
+
+
+class HostRow:
+    """A microbatch that runs forward and backward."""
+
+    def __init__(self, host: ModelHost, batch: RolloutBatch, config: Config) -> None:
+        self._host = host
+        self._blocks = BlockTimes(host)
+        self._inputs, self._forward = _prepared(host, batch, config)
+
+    def run(self) -> None:
+        with self._blocks.recorded(), self._host.entered():
+            loss = self._forward(self._inputs).sum()
+            loss.backward()
+        float(loss.detach())  # waits for the device
+
+    @property
+    def block_ms(self) -> tuple[float, float]:
+        """Least host time of a block, forward and backward."""
+        return self._blocks.least(slice(1, None), slice(1, None))
+
+
+class HostStep:
+    """A step of two microbatches: a prompt, and responses that read it."""
+
+    def __init__(self, host: ModelHost, batch: RolloutBatch, config: Config) -> None:
+        self._host, self._batch, self._config = host, batch, config
+        self._plan = make_plan(batch, host.shape, config)
+        self._counts = batch_denominators(batch)
+        self._blocks = BlockTimes(host)
+        self._ms: list[list[float]] = []
+
+    def run(self) -> None:
+        forget_lists()  # lists of modules are made in a step, unless it runs within another
+        begin = time.perf_counter()
+        with self._blocks.recorded():
+            result = Transaction(self._host.device).run(self._work)
+        float(result.loss)  # waits for the device
+        whole_ms = (time.perf_counter() - begin) * 1e3
+        self._ms.append([*result.event_ms, whole_ms - sum(result.event_ms)])
+        forget_lists()  # they would keep the model alive until the end of that step
+
+    def _work(self, transaction: Transaction) -> PassResult:
+        self._host.prepare(transaction.changes)
+        self._host.check(self._batch, training=True)
+        engine = Engine(self._host, self._config, transaction, self._plan, self._batch)
+        return engine.forward_backward(GRPO(), self._counts, 1.0)
+
+    @property
+    def times(self) -> StepTimes:
+        """Least times of all runs but the first."""
+        # In turn: the forwards of the prompt and of the reader, the backwards of reader and prompt.
+        _, reader, reader_back, _, outside = np.array(self._ms[1:]).min(axis=0).tolist()
+        return StepTimes(
+            (reader, reader_back),
+            outside,
+            prompt_block=self._blocks.least(slice(2, None, 2), slice(3, None, 2)),
+            reader_block=self._blocks.least(slice(3, None, 2), slice(2, None, 2)),
+            tokens=self._plan.logical_tokens,
+        )
 
 
 @dataclass
@@ -122,12 +191,11 @@ class Rows:
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
-    def block_ms(
+    def host_row(
         self, host: ModelHost, prompt: int, response: int, count: int = 1, *, shares: bool = False
-    ) -> tuple[float, float]:
-        """Host time of a block in one microbatch of `count` responses to a prompt, forward and
-        backward. `shares`: whether the prompt runs once, so that there is an additional launch."""
-        batch = self._group(prompt, response, count)
+    ) -> HostRow:
+        """One microbatch of `count` responses to a prompt. `shares`: whether the prompt runs once,
+        so that there is an additional launch."""
         config = Config(
             sharing="group" if shares else "none",
             boundary="within",
@@ -135,49 +203,31 @@ class Rows:
             checkpointing="none",
             attention_kernel=self.kernel,
         )
-        inputs, run = _prepared(host, batch, config)
-        blocks = BlockTimes(host)
-        with blocks.recorded(), host.entered():
-            self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
-        return blocks.typical(slice(1, None), slice(1, None))
+        return HostRow(host, self._group(prompt, response, count), config)
 
-    def step_ms(self, host: ModelHost, prompt: int, response: int, count: int = 2) -> StepTimes:
-        """Time a step of two microbatches: a prompt of `prompt` tokens, and `count` responses to
-        it."""
-        batch = self._group(prompt, response, count)
+    def host_step(self, host: ModelHost, prompt: int, response: int, count: int = 2) -> HostStep:
+        """A step of a prompt of `prompt` tokens, and `count` responses to it."""
         config = Config(
             sharing="group", boundary="across", checkpointing="none", attention_kernel=self.kernel
         )
-        plan, counts = make_plan(batch, host.shape, config), batch_denominators(batch)
+        return HostStep(host, self._group(prompt, response, count), config)
 
-        def work(transaction: Transaction) -> PassResult:
-            host.prepare(transaction.changes)
-            host.check(batch, training=True)
-            engine = Engine(host, config, transaction, plan, batch)
-            return engine.forward_backward(GRPO(), counts, 1.0)
+    def in_turn(self, samples: Mapping[str, Sample]) -> set[str]:
+        """Run all samples repeatedly, in turn. Returns the names of those that the model supports.
 
-        found: list[list[float]] = []
-        blocks = BlockTimes(host)
+        The speed of a host changes within seconds. The difference of two times would contain these
+        changes if one were measured after the other.
+        """
+        ran = set(samples)
         for repeat in range(1 + 2 * self.clock.repeats):
-            forget_lists()  # lists of modules are made in a step, unless it runs within another
             begin = time.perf_counter()
-            with blocks.recorded():
-                result = Transaction(host.device).run(work)
-            float(result.loss)  # waits for the device
-            whole_ms = (time.perf_counter() - begin) * 1e3
-            if repeat:
-                self.clock.seconds += whole_ms / 1e3
-                found.append([*result.event_ms, whole_ms - sum(result.event_ms)])
-        forget_lists()  # they would keep the model alive until the end of that step
-        _, reader, reader_back, _, outside = map(list, zip(*found, strict=True))
-        # In turn: the forwards of the prompt and of the reader, the backwards of reader and prompt.
-        return StepTimes(
-            (self.clock.typical(reader), self.clock.typical(reader_back)),
-            min(outside),
-            prompt_block=blocks.typical(slice(2, None, 2), slice(3, None, 2)),
-            reader_block=blocks.typical(slice(3, None, 2), slice(2, None, 2)),
-            tokens=plan.logical_tokens,
-        )
+            for name in [n for n in samples if n in ran]:
+                try:
+                    samples[name].run()
+                except UnsupportedError:  # rotary frequencies may not allow a long prompt
+                    ran.remove(name)
+            self.clock.seconds += (time.perf_counter() - begin) * bool(repeat)
+        return ran
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Ratio of a row's time within a step to that after matrix products: `Clock.steady_share`.
