@@ -133,11 +133,16 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # pyright: ignore[reportArgumentType]
 
 
-def test_models_of_few_layers() -> None:
-    """By which calibrations measure layers."""
-    model = wrap(titan_model("qwen3", dtype=torch.float32)).host.shallow(2)
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_models_of_few_layers(family: str) -> None:
+    """By which calibrations measure layers, with rows longer than the model's rollouts may be."""
+    model = wrap(titan_model(family, dtype=torch.float32)).host.shallow(2)
     assert model is not None and len(model.layers) == 2  # pyright: ignore[reportArgumentType]
-    assert step_error(model, BATCH, losses.GRPO()) < 1e-4
+    ids = np.random.default_rng(0).integers(0, 64, (2, 300))
+    ids[:, :280] = ids[0, :280]
+    long = [Rollout(row, np.arange(300) >= 280, 1.0, group_id="long") for row in ids]
+    for batch in (BATCH, RolloutBatch(long)):
+        assert step_error(model, batch, losses.GRPO()) < 1e-4
 
 
 # Refusals

@@ -89,6 +89,9 @@ def head_of(model: nn.Module) -> Any:
 
 VOCABULARY = 1024
 """Vocabulary size of a model with few layers."""
+POSITIONS = 1 << 16
+"""Least number of positions of a model with few layers. Calibrations run rows that may be longer
+than the longest rollout of the whole model."""
 
 
 def first_mixture(args: Any) -> int:
@@ -152,7 +155,7 @@ def shallow_model(
     version = family_of(model).version
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices), torch.device(device):
-        shallow = version.build(model, layers, VOCABULARY)
+        shallow = version.build(model, layers, VOCABULARY, POSITIONS)
         version.initialize(shallow, device)
     for parameter in shallow.parameters():  # not the rotary embeddings
         parameter.data = parameter.data.to(dtype)

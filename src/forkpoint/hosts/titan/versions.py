@@ -150,10 +150,12 @@ class Version:
             hidden_1TC = block(hidden_1TC, table, attention_masks=masks, **given)
         return hidden_1TC
 
-    def build(self, model: Any, layers: int, vocabulary: int) -> Any:
-        """A model with fewer layers and token ids, and uninitialized weights."""
+    def build(self, model: Any, layers: int, vocabulary: int, positions: int) -> Any:
+        """A model with fewer layers and token ids, at least `positions` rotary embeddings, and
+        uninitialized weights."""
         args = deepcopy(model.model_args)  # with attributes that are no fields of it
         args.n_layers, args.vocab_size = layers, vocabulary
+        args.max_seq_len = max(args.max_seq_len, positions)
         return plain_class(model)(args)
 
     def initialize(self, model: Any, device: Any) -> None:
@@ -273,11 +275,15 @@ class Version03(Version):
             hidden_1TC = block(hidden_1TC, attention_masks=masks, positions=positions_1T)
         return hidden_1TC
 
-    def build(self, model: Any, layers: int, vocabulary: int) -> Any:
-        config = model.config
+    def build(self, model: Any, layers: int, vocabulary: int, positions: int) -> Any:
+        config, few = model.config, []
+        for layer in model.config.layers[:layers]:
+            rope = layer.attention.rope
+            rope = replace(rope, max_seq_len=max(rope.max_seq_len, positions))
+            few.append(replace(layer, attention=replace(layer.attention, rope=rope)))
         return replace(
             config,
-            layers=config.layers[:layers],
+            layers=few,
             vocab_size=vocabulary,
             tok_embeddings=replace(config.tok_embeddings, num_embeddings=vocabulary),
             lm_head=replace(config.lm_head, out_features=vocabulary),
