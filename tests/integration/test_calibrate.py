@@ -27,6 +27,8 @@ from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.ops.attention import operator, table
+from forkpoint.plan import make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
@@ -414,6 +416,38 @@ def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
     assert calibrator._host_step({1: step(1), 8: step(8)}) == (6.0, 0.5)
     longer = step(1)._replace(outside=8.5, tokens=1000)
     assert calibrator._host_token(step(1), longer) == 2e-3
+
+
+@pytest.mark.parametrize("most", [None, 32])
+def test_times_of_the_host_are_measured_as_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    """Of a model of eight layers, and of rollouts of 65 tokens where the model takes them."""
+    monkeypatch.setattr(calibrator, "LONG_TOKENS", 64)
+    rope = {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        "max_position_embeddings": most,
+    }
+    config, made = MODEL | (rope if most else {}), []
+
+    def make(layers: int) -> torch.nn.Module:
+        made.append(layers)
+        return random_model(config | {"num_hidden_layers": layers}, torch.float32, 0).train()
+
+    shape = wrap(random_model(config, torch.float32, 0).train()).host.shape
+    efforts = {"cpu": replace(QUICK["cpu"], host=True)}
+    found = calibrate(make, shape, compile_blocks=False, efforts=efforts)
+    assert made == [1, 3, 8]
+    assert min(*found.host_block_ms, found.host_rest_ms[0], found.host_step_ms[0]) > 0
+    if most:
+        assert found.host_token_ms == 0.0, "its longest rollouts have fewer tokens"
+    capabilities = Capabilities(runs_ahead=True)
+    plans = [
+        make_plan(forked_batch(), shape, calibration=each, capabilities=capabilities)
+        for each in (found, replace(found, host_block_ms=(1e3, 1e3)))
+    ]
+    assert plans[0].predicted_ms and plans[1].predicted_ms
+    assert plans[1].predicted_ms > 2e3 * shape.layers > plans[0].predicted_ms
 
 
 def test_the_model_of_host_times_is_deep_where_layers_are_small() -> None:

@@ -48,6 +48,8 @@ class Effort:
     busy_products_of_parts: int = 0
     """The same for one operator, which takes the host less time."""
     copy_bytes: int
+    host: bool = False
+    """Whether the host's times are measured. On a CPU, times of blocks include them."""
     memory: bool = True
     """Whether bytes of checkpointing and of backwards are measured. Otherwise they are counted."""
     max_seconds: float
@@ -64,6 +66,7 @@ THOROUGH = {
         busy_products=24,
         busy_products_of_parts=24,
         copy_bytes=1 << 28,
+        host=True,
         max_seconds=110.0,
     ),
     "cpu": Effort(
@@ -82,6 +85,7 @@ QUICK = {
         busy_products=16,
         busy_products_of_parts=5,
         copy_bytes=1 << 26,
+        host=True,
         memory=False,
         max_seconds=2.0,
     ),
@@ -172,7 +176,7 @@ def calibrate(
     if left() > 0:
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
     deep = hosts[MORE]
-    if host.device.type == "cuda":
+    if effort.host:
         layers = deep_layers(sum(p.nbytes for p in host.blocks[0].parameters()))
         if layers > MORE:
             deep = host_of(make_model(layers), compile_blocks=compile_blocks)
@@ -180,7 +184,7 @@ def calibrate(
     of_steps = {"few": whole.host_step(host, sizes[0], sizes[0])}
     of_steps["deep"] = whole.host_step(deep, sizes[0], sizes[0])
     of_rows: dict[str, HostRow] = {}
-    if host.device.type == "cuda":
+    if effort.host:
         # The prompt's sequence ends before its last token. The rollouts have more tokens than the
         # device runs.
         of_steps["long"] = whole.host_step(host, LONG_TOKENS + 1, RESPONSE_TOKENS, 16)
