@@ -372,3 +372,10 @@ def test_calibrations_are_found_by_device_and_shape(
     wider = replace(SHAPE, hidden=128)
     for asked in (("none", SHAPE, True), ("another", SHAPE, False), ("none", wider, False)):
         assert find_calibration(*asked[:2], compiled=asked[2]) is None
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / ("long" * 100)))  # stat raises an error
+    assert find_calibration("none", SHAPE, compiled=False) is None
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    for name in ("HOME", "USERPROFILE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)  # a user without a home
+    assert find_calibration("none", SHAPE, compiled=False) is None

@@ -322,7 +322,8 @@ def calibration_path(
     user's cache folder.
     """
     given = os.environ.get(FOLDER_VARIABLE)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Unlike Path.home, it raises no error for a user without a home.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
     folder = Path(given) if given else cache / "forkpoint" / "calibrations"
     which = [_comparable(shape), compiled]
     which += [] if measured_for is None else [measured_for]
@@ -336,4 +337,12 @@ def find_calibration(device: str, shape: ModelShape, *, compiled: bool) -> Calib
     """The calibration of this device and model shape; None if there is no file at
     `calibration_path`."""
     path = calibration_path(device, shape, compiled=compiled)
-    return Calibration.load(path) if path.is_file() else None
+    return Calibration.load(path) if is_stored(path) else None
+
+
+def is_stored(path: Path) -> bool:
+    """Whether a file is at a path. False if its folder cannot be searched."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -13,7 +13,7 @@ from forkpoint.device import device_name, measured_versions
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.compiled import one_line
 from forkpoint.hosts.host import ModelHost
-from forkpoint.plan.pricing.calibration import Calibration, calibration_path
+from forkpoint.plan.pricing.calibration import Calibration, calibration_path, is_stored
 from forkpoint.step.calibrate.calibrator import LAYERS, QUICK, calibrate, deep_layers
 
 _log = logging.getLogger("forkpoint")
@@ -51,7 +51,7 @@ def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | N
         return None
     setting = [kernel, str(host.compute_dtype), measured_versions(), MEASUREMENT]
     path = calibration_path(device_name(device), shape, compiled=compiled, measured_for=setting)
-    if path.is_file():
+    if is_stored(path):
         try:
             found = Calibration.load(path)
             found.check_shape(shape)
