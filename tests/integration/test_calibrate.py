@@ -156,10 +156,18 @@ def test_a_policy_measures_once_and_leaves_the_model_as_it_was(
     assert wrap(model, Config(calibration=None)).plan(forked_batch()).predicted_ms is None
 
 
-def test_scores_in_inference_mode_measure(cache: Path) -> None:
+def test_scores_in_inference_mode_measure_and_nothing_looks_for_anomalies(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*args: Any, **kwargs: Any) -> Calibration:
+        assert torch.is_grad_enabled() and not torch.is_anomaly_enabled()
+        return calibrate(*args, **kwargs)
+
+    monkeypatch.setattr(automatic, "calibrate", measured)
     policy = wrap(random_model(MODEL, torch.float32, 0).train())
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autograd.set_detect_anomaly(True):
         policy.score(forked_batch())
+        assert torch.is_anomaly_enabled()
     assert list(cache.iterdir())
     assert policy.plan(forked_batch()).predicted_ms
 

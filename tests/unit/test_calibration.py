@@ -379,3 +379,4 @@ def test_calibrations_are_found_by_device_and_shape(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 1 << 30)  # a user without a home
     assert find_calibration("none", SHAPE, compiled=False) is None
+    assert calibration_path("none", SHAPE, compiled=False).is_absolute()

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -319,12 +320,14 @@ def calibration_path(
     `forkpoint calibrate`.
 
     The folder is that of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint` in the
-    user's cache folder.
+    user's cache folder. For a user without a home it is in the folder of temporary files.
     """
-    given = os.environ.get(FOLDER_VARIABLE)
-    # Unlike Path.home, it raises no error for a user without a home.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
-    folder = Path(given) if given else cache / "forkpoint" / "calibrations"
+    if given := os.environ.get(FOLDER_VARIABLE):
+        folder = Path(given)
+    else:
+        home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises an error without a home
+        caches = f"{home}/.cache" if os.path.isabs(home) else tempfile.gettempdir()  # noqa: PTH117
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or caches) / "forkpoint" / "calibrations"
     which = [_comparable(shape), compiled]
     which += [] if measured_for is None else [measured_for]
     key = json.dumps(which, sort_keys=True)

@@ -88,8 +88,12 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
         return model
 
     devices = [host.device] if host.device.type == "cuda" else []
-    # Scores may be requested under torch.inference_mode.
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),  # scores may be requested under it
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),  # it would multiply all times
+    ):
         _log.warning(BEGINS)
         found = calibrate(
             make,
