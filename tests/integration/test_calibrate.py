@@ -414,7 +414,7 @@ def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
     found = calibrator._host_times(cast(Any, half), step(8), blocks)
     long_ms = 0.0 if long_ms in (None, 0.03) else long_ms
     assert found == {
-        "host_block_ms": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
+        "host_block_ms": (2.0, 2.5),  # at most the time of a prompt, which also writes its cache
         "host_rest_ms": (4.0, 5.0),
         "host_write_ms": (0.25, 0.0),
         "host_read_ms": (1.0, 1.75),

@@ -322,12 +322,12 @@ def calibration_path(
     The folder is that of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint` in the
     user's cache folder. For a user without a home it is in the folder of temporary files.
     """
-    if given := os.environ.get(FOLDER_VARIABLE):
-        folder = Path(given)
-    else:
-        home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises an error without a home
-        caches = f"{home}/.cache" if os.path.isabs(home) else tempfile.gettempdir()  # noqa: PTH117
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or caches) / "forkpoint" / "calibrations"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        cache = Path(tempfile.gettempdir())
+    given = os.environ.get(FOLDER_VARIABLE)
+    folder = Path(given) if given else cache / "forkpoint" / "calibrations"
     which = [_comparable(shape), compiled]
     which += [] if measured_for is None else [measured_for]
     key = json.dumps(which, sort_keys=True)
