@@ -147,6 +147,7 @@ class Case:
                 for name, p in self.parameters.items()
             },
             "thread": thread_state(),
+            "collections": gc.get_threshold(),
             "walk": modules._walks.get(),
             "staging": None if staging is None else staging.used_bytes,
             "float": vars(torch.Tensor).get("float"),
