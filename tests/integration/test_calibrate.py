@@ -47,6 +47,11 @@ MODEL = CONFIG | {
 }
 
 
+def endless() -> float:
+    """Seconds that are left, for measurements without a limit."""
+    return 1e9
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model's configuration and its calibration, made by the command."""
@@ -312,7 +317,7 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
 
     def timed(host: ModelHost) -> StepTimes:
         step = rows.host_step(host, 16, 16)
-        assert rows.in_turn({"step": step}) == {"step"}
+        assert rows.in_turn({"step": step}, endless) == {"step"}
         return step.times
 
     with Changes() as changes:
@@ -355,7 +360,7 @@ def test_a_block_is_timed_where_the_next_begins(
     rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
     step, forked = rows.host_step(host, 16, 16), rows.host_row(host, 16, 16, 2, shares=True)
     plain = {f"{count}": rows.host_row(host, 16, 16, count) for count in (1, 2)}
-    rows.in_turn({"step": step, "forked": forked, **plain})
+    rows.in_turn({"step": step, "forked": forked, **plain}, endless)
     for row in plain.values():
         assert row.block_ms == pytest.approx((10, 20))
     assert forked.block_ms == pytest.approx((10, 40))
@@ -377,10 +382,29 @@ def test_samples_run_in_turn_and_those_that_a_model_refuses_are_left_out() -> No
 
         return SimpleNamespace(run=run)
 
-    names = rows.in_turn({n: sample(n, 0.2) for n in ("plain", "long", "forked")})
+    samples = {n: sample(n, 0.2) for n in ("plain", "long", "forked")}
+    names = rows.in_turn(samples, endless)
     assert names == {"plain", "forked"}
     assert ran == ["plain", "long", "forked"] + ["plain", "forked"] * 2
     assert 0 < rows.clock.seconds < 0.2, "first runs, which compile, are not counted"
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(9.0, 7), (0.35, 5), (0.0, 3)])
+def test_samples_of_the_host_end_when_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int
+) -> None:
+    """Each run takes 0.1 s by a clock of the test; the first, which is not counted, 5 s."""
+    now, starts = [0.0], []
+    monkeypatch.setattr(microbatches, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    rows = Rows(Clock(torch.device("cpu"), repeats=3, busy_products=0), kernel="auto", vocab=64)
+
+    def run() -> None:
+        now[0] += 0.1 if starts else 5.0
+        starts.append(now[0])
+
+    samples: dict[str, Any] = {"plain": SimpleNamespace(run=run)}
+    assert rows.in_turn(samples, lambda: seconds - rows.clock.seconds) == {"plain"}
+    assert len(starts) == runs
 
 
 def test_the_least_time_of_each_block_counts_without_the_first_run() -> None:

@@ -20,7 +20,7 @@ from forkpoint.hosts.libraries import host_of
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import Calibration, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.step.calibrate.microbatches import HostRow, Rows, StepTimes
+from forkpoint.step.calibrate.microbatches import HostRow, Rows, Sample, StepTimes
 from forkpoint.step.calibrate.parts import Parts, curve
 from forkpoint.tree import LONG_TOKENS
 
@@ -55,6 +55,8 @@ class Effort:
     max_seconds: float
     """Time limit for all samples. Later measurements are then skipped and extrapolated. First runs,
     which compile code that a step also needs, do not count."""
+    host_seconds: float = 0.7
+    """Seconds that samples of the host may take beyond this limit."""
 
 
 THOROUGH = {
@@ -193,8 +195,9 @@ def calibrate(
             "forked": whole.host_row(deep, sizes[0], RESPONSE_TOKENS, 2, shares=True),
             "long": whole.host_row(deep, LONG_TOKENS, RESPONSE_TOKENS, 2),
         }
-    samples = {f"{name} step": each for name, each in of_steps.items()}
-    ran = whole.in_turn(samples | {f"{name} row": each for name, each in of_rows.items()})
+    samples: dict[str, Sample] = {f"{name} step": each for name, each in of_steps.items()}
+    samples |= {f"{name} row": each for name, each in of_rows.items()}
+    ran = whole.in_turn(samples, lambda: left() + effort.host_seconds)
     steps = {name: each.times for name, each in of_steps.items() if f"{name} step" in ran}
     blocks = {name: each.block_ms for name, each in of_rows.items() if f"{name} row" in ran}
     of_host: dict[str, Any] = _host_times(deep, steps["deep"], blocks) if blocks else {}
