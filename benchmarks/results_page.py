@@ -553,8 +553,8 @@ cores. A fixed seed selected groups of airline.jsonl (agent conversations) and r
 text). *gsm8k-8* and *gsm8k-64* have 32 prompts of 200 tokens with 8 or 64 responses of 300 tokens
 each. *long* has one prompt of 8,192 tokens with 32 responses of 2,048 tokens. The column *over the
 best plan* compares the time of the default plan with that of the fastest plan. It is 1.00 if the
-default plan is the fastest. Times that the host decides vary: one plan of *rag 9* of Qwen3-1.7B took
-503 ms in one run on an otherwise idle machine, and 320 ms in the next, 15 minutes later. In
+default plan is the fastest. Times that the host decides vary: one plan of *rag 9* of Qwen3-1.7B
+took 503 ms in one run on an otherwise idle machine, and 320 ms in the next, 15 minutes later. In
 *airline 14* of Qwen3-0.6B without FlashAttention-4, both plans are the same, so that 0.92 is noise.
 
 {defaults}

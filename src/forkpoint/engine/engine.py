@@ -3,7 +3,6 @@
 The executor (engine/executor.py) runs each pass.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_cache import GatheredCache
@@ -279,7 +277,6 @@ class Engine:
         """
         host, config, plan, changes = self.host, self.config, self.plan, self.transaction.changes
         mark, training = changes.mark, microbatch_loss is not None
-        _defer_collections(changes)
         timing = Timing(plan, host.device)
         traffic = None if self.staging is None else OffloadStats()
         activations = hosted = gathered = None
@@ -370,18 +367,3 @@ class Engine:
             with self._deferred_failure():
                 return loss(inputs, outputs)
         return None
-
-
-_NEVER = 2**30
-
-
-def _defer_collections(changes: Changes) -> None:
-    """Let Python collect only its youngest generation until `changes` are undone.
-
-    A graph's Python objects live until its backward. Were they moved to the oldest generation
-    before, a collection of all objects of the process would follow every few steps (0.2 to 0.4 s
-    beside torch's compiler), which finds nothing.
-    """
-    youngest, *older = gc.get_threshold()
-    changes.later(gc.set_threshold, youngest, *older)
-    gc.set_threshold(youngest, _NEVER, *older[1:])

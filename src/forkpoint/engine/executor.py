@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
 from forkpoint.engine.feature import Feature, Root
+from forkpoint.engine.garbage import collect_middle
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import (
     CacheView,
@@ -86,6 +87,7 @@ class Executor:
                 continue
             if instruction.operation == BACKWARD:
                 self._backward(instruction)
+                collect_middle()
                 continue
             captures = instruction.operation != RECOMPUTE
             read = cache.whole if inputs.microbatch.parts and cache.whole is not None else cache
@@ -121,6 +123,8 @@ class Executor:
                 del own
                 del more
             del outputs, part, view, found, hidden
+            if not (instruction.keeps_graph and (training or graph)):
+                collect_middle()
         self.host.links.end_pass((total, *values.by_name.values()))
         for feature in self.features:
             feature.end_pass()

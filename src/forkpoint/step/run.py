@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine.engine import Engine, PassResult
+from forkpoint.engine.garbage import defer_collections
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.transaction import Transaction
@@ -96,6 +97,7 @@ def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
 
 def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
     """Run all stages of a request, within `transaction.run`."""
+    defer_collections(transaction.changes)
     policy.host.prepare(transaction.changes)
     local = check_and_plan(policy, request)
     agreed = agree(policy, local)
