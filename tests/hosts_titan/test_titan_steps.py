@@ -135,14 +135,17 @@ def test_the_model_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_models_of_few_layers(family: str) -> None:
-    """By which calibrations measure layers, with rows longer than the model's rollouts may be."""
-    model = wrap(titan_model(family, dtype=torch.float32)).host.shallow(2)
+    """By which calibrations measure layers, with rows longer than the model's rollouts may be.
+
+    In float64: weights of torchtitan 0.3.0 are so large that float32 would not suffice.
+    """
+    model = wrap(titan_model(family)).host.shallow(2)
     assert model is not None and len(model.layers) == 2  # pyright: ignore[reportArgumentType]
     ids = np.random.default_rng(0).integers(0, 64, (2, 300))
     ids[:, :280] = ids[0, :280]
     long = [Rollout(row, np.arange(300) >= 280, 1.0, group_id="long") for row in ids]
     for batch in (BATCH, RolloutBatch(long)):
-        assert step_error(model, batch, losses.GRPO()) < 1e-4
+        assert step_error(model, batch, losses.GRPO()) < BAR
 
 
 # Refusals
