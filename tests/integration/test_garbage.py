@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,12 +91,20 @@ def test_thresholds_return_after_an_error_and_scores(thresholds: tuple[int, ...]
     assert gc.get_threshold() == thresholds
 
 
-def test_collections_that_are_off_stay_off() -> None:
+@pytest.mark.parametrize("off", [gc.disable, lambda: gc.set_threshold(0)])
+def test_a_collector_that_is_off_stays_off(
+    thresholds: tuple[int, ...], off: Callable[[], None]
+) -> None:
+    policy = wrap(small_model("llama"), ACROSS)
+    collected: list[str] = []
+    gc.collect(0)  # so that the middle generation would be due
+    off()
     before = gc.get_threshold()
-    gc.set_threshold(0)
+    gc.callbacks.append(lambda phase, info: collected.append(phase))
     try:
-        policy = wrap(small_model("llama"), Config(self_check=False))
         policy.forward_backward(forked_batch(), losses.GRPO())
-        assert gc.get_threshold()[0] == 0
     finally:
-        gc.set_threshold(*before)
+        gc.callbacks.pop()
+        gc.enable()
+    assert not collected
+    assert gc.get_threshold() == before

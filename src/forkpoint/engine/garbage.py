@@ -3,8 +3,8 @@
 The Python objects of a graph live until its backward, and survive collections of the youngest
 generation. If the middle generation is collected before the backward, they become old. Then Python
 soon collects all objects of the process. Beside torch's compiler that takes 0.2 to 0.4 s every few
-steps, and it finds nothing. So a step lets Python collect the youngest generation only, and
-collects the middle one where few objects of the step are alive.
+steps, and it finds nothing. So a step lets Python collect only the youngest generation. The step
+collects the middle one at its start, and later after a backward or a forward without a graph.
 """
 
 import gc
