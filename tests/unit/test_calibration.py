@@ -240,7 +240,7 @@ def test_keeping_is_preferred_between_combinations_too() -> None:
 def test_the_simpler_plan_is_chosen_within_the_noise_of_prices(measured: bool) -> None:
     plan = make_plan(group(500, 500, 3), SHAPE, calibration=made_up() if measured else None)
     dense = replace(plan, sharing="none", cost=100.0)
-    for faster, chosen in ((0.4, "none"), (0.8, "none" if measured else "group"), (1.5, "group")):
+    for faster, chosen in ((0.4, "none"), (2.5, "none" if measured else "group"), (3.5, "group")):
         shared = replace(plan, sharing="group", cost=100.0 / (1 + faster / 100))
         assert planner._chosen([dense, shared]).sharing == chosen
 
