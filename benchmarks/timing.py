@@ -28,6 +28,18 @@ def quantile(samples: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def time_of_loop() -> float:
+    """Milliseconds of a fixed loop in Python, about 4: how fast a core of the host is now.
+
+    Virtual cores that share a physical core with others' work take up to twice as long, and change
+    within a second.
+    """
+    begin, total = time.perf_counter(), 0
+    for number in range(100_000):
+        total += number & 7
+    return (time.perf_counter() - begin) * 1e3
+
+
 def time_host(
     function: Callable[[], object],
     *,

@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -19,6 +19,7 @@ from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Steps, check_at_least_one
 from benchmarks.steps.stepper import Stepper, Timed
 from benchmarks.steps.tree import with_advantages
+from benchmarks.timing import Timing, time_of_loop
 from forkpoint.config import AUTO
 from forkpoint.errors import PlanError
 from forkpoint.losses import GRPO
@@ -37,6 +38,16 @@ SLOWER_THAN_BEST = 1 / 0.97
 WITHIN = 0.1
 MOST_BEYOND = 0.1
 """Share of plans whose predicted time may be off by more than WITHIN."""
+
+
+@dataclass
+class Found:
+    """Figures of all batches."""
+
+    beyond: list[bool] = field(default_factory=list)
+    """For each plan, whether its predicted time is off by more than WITHIN."""
+    loop_ms: list[float] = field(default_factory=list)
+    """For each repeat, the time of a loop of the host after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +86,33 @@ class Defaults(Steps):
                 self.model, memory_budget=AUTO, checkpointing=AUTO, calibration=AUTO
             )
             yield from self._first_steps(stepper, loads[0][1])
-            beyond: list[bool] = []
+            found = Found()
             for name, batch in loads:
                 if deadline.over(name):
                     continue
-                yield from self._compare(stepper, f"{self.model} {name}", batch, beyond)
-            if beyond:
+                yield from self._compare(stepper, f"{self.model} {name}", batch, found)
+            if found.beyond:
                 yield cell_row(
                     self.NAME,
                     self.model,
                     "plans predicted more than 10% off",
-                    sum(beyond) / len(beyond),
+                    sum(found.beyond) / len(found.beyond),
                     "1",
                     bar=MOST_BEYOND,
-                    note=f"of {len(beyond)}",
+                    note=f"of {len(found.beyond)}",
+                )
+            if found.loop_ms:
+                loop = Timing(found.loop_ms)
+                slow, fast = loop.quantile(0.9), loop.quantile(0.1)
+                yield cell_row(
+                    self.NAME,
+                    self.model,
+                    "fixed loop of the host",
+                    loop.p50,
+                    "ms",
+                    p20=fast,
+                    p80=slow,
+                    note="its 10th and 90th percentiles, between repeats",
                 )
 
     def _batches(self, load: Load) -> Iterator[tuple[str, RolloutBatch]]:
@@ -132,7 +156,7 @@ class Defaults(Steps):
             yield cell_row(self.NAME, self.model, metric, seconds, "s")
 
     def _compare(
-        self, stepper: Stepper, case: str, batch: RolloutBatch, beyond: list[bool]
+        self, stepper: Stepper, case: str, batch: RolloutBatch, found: Found
     ) -> Iterator[ResultRow]:
         plans = dict(self._plans(stepper, batch))
         policy = stepper.policy
@@ -141,6 +165,7 @@ class Defaults(Steps):
         for _ in range(self.repeats):
             for timed in plans.values():
                 stepper.repeat(policy, batch, repeats=1, into=timed)
+                found.loop_ms.append(time_of_loop())
         for name, timed in plans.items():
             plan = timed.plan
             how = f"{plan.sharing} + {plan.boundary}, {len(plan.microbatches)} microbatches"
@@ -150,7 +175,7 @@ class Defaults(Steps):
             )
             if plan.predicted_ms is not None:
                 ratio = plan.predicted_ms / timed.typical_ms
-                beyond.append(abs(ratio - 1) > WITHIN)
+                found.beyond.append(abs(ratio - 1) > WITHIN)
                 yield cell_row(self.NAME, case, f"{name}, predicted / measured", ratio, "1")
         default = plans["default"].typical_ms
         best = min(timed.typical_ms for timed in plans.values())
