@@ -33,10 +33,12 @@ from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic, calibrator, microbatches
+from forkpoint.step.calibrate import parts as parts_module
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import BlockTimes, Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts
+from forkpoint.tree import Table
 
 MODEL = CONFIG | {
     "vocab_size": 512,
@@ -270,21 +272,64 @@ def test_launches_that_fill_the_device_tell_queries_from_pairs(
 ) -> None:
     """Made-up times: 1e-3 ms a query, 1e6 pairs a ms, and a walk of 1e-3 ms a key or a query."""
     host = host_of(random_model(MODEL, torch.float32, 0).train())
-    parts = Parts(Clock(host.device, repeats=1, busy_products=0), host.shape, kernel="auto")
+    clock = Clock(host.device, repeats=1, busy_products=0)
+    parts = Parts(clock, host.shape, kernel="auto", filled_tokens=8192)
 
-    def added(length: int, queries: int, keys: int) -> Times:
+    def added(length: int, queries: int, keys: int, ancestors: int = 1) -> Times:
         pairs = queries * keys / 1e6
         forward, backward = max(pairs, 1e-3 * keys), max(pairs, 1e-3 * queries)
         return Times(1e-3 * queries + forward, 1e-3 * queries + backward)
 
     monkeypatch.setattr(parts, "_added", added)
-    found = parts.rectangles((256, 2048, 8192), (1024, 8192))
+    found = parts.rectangles(256, (1024, 8192))
     assert found.part.at == (256, 8192)
     assert [found.part.time(8192, backward=way) for way in (False, True)] == pytest.approx(
         [8.192] * 2
     )
     assert [*found.pairs.forward, *found.pairs.backward] == pytest.approx([1e6] * 4, rel=0.01)
     assert found.walk_ms == pytest.approx((1e-3, 1e-3), rel=0.01)
+
+
+def test_launches_of_short_ancestors_have_several_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ancestor of 256 keys would leave most of a GPU idle in the backward."""
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    clock = Clock(host.device, repeats=1, busy_products=0)
+    parts = Parts(clock, host.shape, kernel="auto", filled_tokens=32_768)
+    made: list[tuple[int, tuple[int, ...]]] = []
+
+    def timed(length: int, count: int, ancestors: tuple[int, ...] = ()) -> Times:
+        made.append((length * count, ancestors))
+        return Times(1.0 + len(made), 1.0 + len(made))
+
+    monkeypatch.setattr(parts, "_attention_ms", timed)
+    parts.rectangles(256, (256, 1024, 8192))
+    assert made[1:4] == [(32_768, (256,) * 16), (32_768, (1024,) * 4), (4096, ())]
+    assert made[4] == (4096, (8192,))
+
+
+def test_timed_attention_divides_queries_among_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All queries have one ancestor, and the timed backward adds to no gradient of its inputs."""
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    clock = Clock(host.device, repeats=2, busy_products=0)
+    parts = Parts(clock, host.shape, kernel="auto", filled_tokens=64)
+    inputs: list[torch.Tensor] = []
+    layouts: list[Table] = []
+
+    def attends(*qkv: torch.Tensor, **others: Any) -> Any:
+        inputs.extend(qkv)
+        return operator.shared_attention(*qkv, **others)
+
+    def laid_out(layout: Table, **others: Any) -> table.AttentionTable:
+        layouts.append(layout)
+        return table.AttentionTable(layout, **others)
+
+    monkeypatch.setattr(parts_module, "shared_attention", attends)
+    monkeypatch.setattr(parts_module, "AttentionTable", laid_out)
+    assert min(parts._attention_ms(4, 5, (3, 3))[:2]) > 0
+    causal, rectangle = layouts[0].launches
+    assert causal.q_lengths == (4, 4, 4, 4, 4, 1)
+    assert rectangle.q_lengths == (10, 11) and rectangle.k_lengths == (3, 3)
+    assert len(inputs) == 9 and all(x.grad is None for x in inputs)
 
 
 def test_the_longest_row_is_timed_where_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

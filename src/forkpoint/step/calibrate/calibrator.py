@@ -39,7 +39,9 @@ class Effort:
 
     row_tokens: tuple[int, ...]
     key_tokens: tuple[int, ...]
-    """Numbers of tokens of attended ancestors."""
+    """Numbers of tokens of attended ancestors, at least two."""
+    filled_tokens: int
+    """Number of tokens of a launch of attention that fills the device."""
     wide_tokens: int = 0
     """Number of queries, and of keys, of a launch of WIDE_PAIRS; 0: not measured."""
     repeats: int
@@ -63,7 +65,8 @@ THOROUGH = {
     "cuda": Effort(
         wide_tokens=8192,
         row_tokens=(128, 512, 2048, 8192, 16384),
-        key_tokens=(1024, 2048, 8192),
+        key_tokens=(256, 1024, 2048, 8192),
+        filled_tokens=32_768,
         repeats=5,
         busy_products=24,
         busy_products_of_parts=24,
@@ -74,6 +77,7 @@ THOROUGH = {
     "cpu": Effort(
         row_tokens=(16, 64, 256),
         key_tokens=(32, 256),
+        filled_tokens=256,
         repeats=7,
         copy_bytes=1 << 22,
         max_seconds=110.0,
@@ -82,7 +86,8 @@ THOROUGH = {
 QUICK = {
     "cuda": Effort(
         row_tokens=(256, 2048, 8192),
-        key_tokens=(1024, 8192),
+        key_tokens=(256, 1024, 8192),
+        filled_tokens=32_768,
         repeats=3,
         busy_products=16,
         busy_products_of_parts=5,
@@ -94,6 +99,7 @@ QUICK = {
     "cpu": Effort(
         row_tokens=(16, 64),
         key_tokens=(16, 64),
+        filled_tokens=64,
         repeats=1,
         copy_bytes=1 << 20,
         memory=False,
@@ -144,7 +150,7 @@ def calibrate(
     of_parts = Clock(
         host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
     )
-    parts = Parts(of_parts, host.shape, kernel=kernel)
+    parts = Parts(of_parts, host.shape, kernel=kernel, filled_tokens=effort.filled_tokens)
     # Memory first, which also warms up and compiles all code that is timed below. If a length
     # equals a size of the model, it is compiled as a constant, and blocks are compiled again for
     # other lengths.
@@ -159,7 +165,7 @@ def calibrate(
     if effort.memory:
         kept["full"] = whole.kept_bytes(hosts, first, "full")
     causal = parts.causal(sizes)
-    rectangles = parts.rectangles(sizes, effort.key_tokens)
+    rectangles = parts.rectangles(sizes[0], effort.key_tokens)
     head = parts.head(shape.vocab, sizes)
     copies = parts.copies(effort.copy_bytes)
 

@@ -17,7 +17,8 @@ from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table
 
 TINY_KEYS = 16
-FILLED_TOKENS = 8192
+QUERIES_PER_KEY = 8
+"""Least number of queries for each key of an ancestor that a launch has several of."""
 
 
 class Rectangles(NamedTuple):
@@ -34,9 +35,11 @@ class Rectangles(NamedTuple):
 class Parts:
     """Measures parts of a model of this shape on one device."""
 
-    def __init__(self, clock: Clock, shape: ModelShape, *, kernel: str) -> None:
+    def __init__(self, clock: Clock, shape: ModelShape, *, kernel: str, filled_tokens: int) -> None:
+        """`filled_tokens`: number of tokens of a launch of attention that fills the device."""
         self.clock: Clock = clock
         self.shape: ModelShape = shape
+        self.filled_tokens: int = filled_tokens
         self.kernel: str = kernel
         self._alone: dict[int, Times] = {}
         """Times of segments without ancestors, by number of segments."""
@@ -45,9 +48,8 @@ class Parts:
     def causal(self, sizes: tuple[int, ...]) -> Curve:
         """Pairs per ms of segments that attend to themselves alone, by their length."""
         # The fixed time of a launch then counts as part of the block.
-        fill = _fill(sizes)
-        counts = [max(1, fill // length) for length in sizes]
-        times = [self._attention_ms(n, count, 0) for n, count in zip(sizes, counts, strict=True)]
+        counts = [max(1, self.filled_tokens // length) for length in sizes]
+        times = [self._attention_ms(n, count) for n, count in zip(sizes, counts, strict=True)]
 
         def at(index: int, backward: bool) -> float:
             pairs = counts[index] * sizes[index] * (sizes[index] + 1) / 2
@@ -55,26 +57,29 @@ class Parts:
 
         return curve(sizes, at)
 
-    def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> Rectangles:
-        """Costs of attention to ancestors.
+    def rectangles(self, short: int, keys: tuple[int, ...]) -> Rectangles:
+        """Costs of attention to ancestors, of `keys` tokens, of segments of `short` tokens.
 
-        Launches have as many queries as a microbatch, because fewer would not fill the device. Two
-        such launches separate the time of a query from that of a pair. A launch with few keys
-        measures the backward of one block of keys. A launch with few queries measures the forward
-        of one block of queries.
+        Launches have as many queries as a long microbatch, because fewer would not fill the device.
+        Ancestors of few keys would not fill it either, so a launch has several of these. The two
+        launches of the most keys separate the time of a query from that of a pair. A launch with
+        few keys measures the backward of one block of keys. A launch with few queries measures the
+        forward of one block of queries.
         """
-        fill, short = _fill(sizes), sizes[0]
+        fill = self.filled_tokens
         # Launches of WIDE_PAIRS may run on another kernel.
         queries = [min(fill, WIDE_PAIRS // (2 * k)) for k in keys]
-        whole = [self._added(short, q, k) for q, k in zip(queries, keys, strict=True)]
+        ancestors = [max(1, q // (QUERIES_PER_KEY * k)) for q, k in zip(queries, keys, strict=True)]
+        sizes = zip(queries, keys, ancestors, strict=True)
+        whole = [self._added(short, q, k, count) for q, k, count in sizes]
         call = self._added(short, short, TINY_KEYS)
         few_keys = self._added(short, fill, TINY_KEYS)
         few_queries = self._added(short, short, keys[-1])
 
         def filled(backward: bool) -> float:
             """Time of the queries of a launch that fills the device, without pairs."""
-            (q, p), (other_q, other_p) = ((queries[i], queries[i] * keys[i]) for i in (0, -1))
-            first, last = whole[0][int(backward)], whole[-1][int(backward)]
+            (q, p), (other_q, other_p) = ((queries[i], queries[i] * keys[i]) for i in (-2, -1))
+            first, last = (whole[i][int(backward)] for i in (-2, -1))
             each = (first * other_p - last * p) / (q * other_p - other_q * p)
             return max(fill * each, call[int(backward)])
 
@@ -100,20 +105,23 @@ class Parts:
             found.append(tokens**2 / max(time_ms - less, 0.1 * time_ms))
         return found[0], found[1]
 
-    def _added(self, length: int, queries: int, keys: int) -> Times:
-        """Time that an ancestor of `keys` tokens adds to segments of `length` tokens."""
+    def _added(self, length: int, queries: int, keys: int, ancestors: int = 1) -> Times:
+        """Time that attention to ancestors of `keys` tokens adds to segments of `length` tokens."""
         count = queries // length
         if count not in self._alone:
-            self._alone[count] = self._attention_ms(length, count, 0)
-        with_it, without = self._attention_ms(length, count, keys), self._alone[count]
+            self._alone[count] = self._attention_ms(length, count)
+        with_it = self._attention_ms(length, count, (keys,) * ancestors)
         # With noise the difference could be 0 or negative.
-        return Times(*(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True)))
+        pairs = zip(with_it, self._alone[count], strict=True)
+        return Times(*(max(a - b, 0.02 * a) for a, b in pairs))
 
-    def _attention_ms(self, length: int, count: int, keys: int) -> Times:
-        """Time of one layer's attention of `count` segments with an ancestor of `keys` tokens.
+    def _attention_ms(self, length: int, count: int, ancestors: tuple[int, ...] = ()) -> Times:
+        """Time of one layer's attention of `count` segments.
 
         One more segment, of one token, makes lengths differ as in a microbatch, so that the same
         kernel is chosen.
+
+        ancestors: numbers of keys of ancestors, which the segments are divided among.
         """
         one, tokens, dtype = self.shape, length * count + 1, self._dtype
 
@@ -127,11 +135,14 @@ class Parts:
         lengths = (*(length,) * count, 1)
         launches = [LaunchLayout(FROM_OWN, True, 0, 0, lengths, lengths)]
         cache = None
-        if keys:
-            state = [draw(keys, one.kv_heads, d, False) for d in (one.head_dim, one.value_dim)]
+        if ancestors:
+            dims = (one.head_dim, one.value_dim)
+            state = [draw(sum(ancestors), one.kv_heads, d, False) for d in dims]
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             cache = CacheSlice(*state, *(torch.zeros_like(x, dtype=wide) for x in state))
-            launches.append(LaunchLayout(FROM_CACHE, False, 0, 0, (tokens,), (keys,)))
+            each = [tokens // len(ancestors)] * len(ancestors)
+            each[-1] += tokens % len(ancestors)
+            launches.append(LaunchLayout(FROM_CACHE, False, 0, 0, tuple(each), ancestors))
         table = AttentionTable(Table(tuple(launches)), device=self.clock.device)
         grad = draw(tokens, one.heads, one.value_dim, False)
 
@@ -142,7 +153,11 @@ class Parts:
             )
             return o
 
-        return self.clock.times(forward, lambda o: o.backward(grad))
+        def backward(o: Tensor) -> None:
+            # A backward that added to the gradients of its inputs would take longer than a layer's.
+            torch.autograd.grad(o, (q, k, v), grad)
+
+        return self.clock.times(forward, backward)
 
     def head(self, vocab: int, sizes: tuple[int, ...]) -> Curve:
         """Time of the head with log-probs, by number of labelled tokens."""
@@ -189,11 +204,6 @@ class Parts:
             "out_bytes_per_ms": nbytes / self.clock.typical(out),
             "back_bytes_per_ms": nbytes / self.clock.typical(back),
         }
-
-
-def _fill(sizes: tuple[int, ...]) -> int:
-    """Number of tokens of a microbatch."""
-    return min(sizes[-1], FILLED_TOKENS)
 
 
 def curve(sizes: Sequence[int], at: Callable[[int, bool], float]) -> Curve:
