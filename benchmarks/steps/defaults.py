@@ -169,6 +169,7 @@ class Defaults(Steps):
         for name, timed in plans.items():
             plan = timed.plan
             how = f"{plan.sharing} + {plan.boundary}, {len(plan.microbatches)} microbatches"
+            how += f", {timed.alloc_retries} allocator retries" if timed.alloc_retries else ""
             least, most = timed.quantile(0), timed.quantile(1)
             yield cell_row(
                 self.NAME, case, name, timed.typical_ms, "ms", p20=least, p80=most, note=how

@@ -38,6 +38,8 @@ class Timed:
     phase_ms: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: int | None = None
     """The most that the device held during any of them."""
+    alloc_retries: int = 0
+    """How often the allocator freed all cached memory to find room, which waits for the device."""
     stats: StepStats | None = None
     planning_ms: float | None = None
     """Milliseconds for making the plan, which `ms` leaves out; None where the plan was given."""
@@ -157,6 +159,7 @@ class Stepper:
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        retries = self._alloc_retries()
         begin = time.perf_counter()
         yield
         if self.cuda:
@@ -164,6 +167,10 @@ class Stepper:
             peak = torch.cuda.max_memory_allocated()
             into.peak_bytes = max(into.peak_bytes or 0, peak)
         into.ms.append((time.perf_counter() - begin) * 1e3)
+        into.alloc_retries += self._alloc_retries() - retries
+
+    def _alloc_retries(self) -> int:
+        return torch.cuda.memory_stats()["num_alloc_retries"] if self.cuda else 0
 
 
 @dataclass(frozen=True)
