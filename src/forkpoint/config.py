@@ -34,8 +34,9 @@ class Config:
     """Options of planning and running batches.
 
     Attributes:
-        sharing: Rollouts that may share tokens: none (dense training), those of one group, or any
-            of the batch (tree).
+        sharing: Rollouts that share tokens: none (dense training), those of one group, or any of
+            the batch (tree). With auto the planner chooses, and on CUDA it may leave out forks
+            after fewer than 64 shared tokens.
         boundary: Position of forks: inside one packed microbatch (within), between a parent
             microbatch and its children (across), or both (mixed). With mixed, a subtree stays in
             one microbatch if it fits there.

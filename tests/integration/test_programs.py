@@ -2,19 +2,20 @@
 
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from steps import forked_batch, relative_distance, small_model
+from steps import forked_batch, relative_distance, small_model, step_error
 from torch import nn
 
 from forkpoint import Config, losses, wrap
 from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
-from forkpoint.plan import Plan
+from forkpoint.plan import Plan, planner
 from forkpoint.plan.align import align
+from forkpoint.plan.builder import Builder
 from forkpoint.rollouts.batch import RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides_every
@@ -132,3 +133,17 @@ def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:
     with pytest.raises(PlanError, match="ends forwards inside the last block"):
         policy.forward_backward(batch, losses.GRPO(), plan=plan)
     policy.forward_backward(batch, losses.GRPO(), plan=policy.plan(batch))
+
+
+@pytest.mark.parametrize("way", ["keep", "mixed"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_steps_without_short_forks_are_exact(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, policy = forked_batch(), wrap(model(name), CONFIGS[way])
+    every = policy.plan(batch)
+    monkeypatch.setattr(planner, "Builder", partial(Builder, least_segment=4))
+    fewer = policy.plan(batch)
+    assert (every.least_segment, fewer.least_segment) == (0, 4)
+    assert every.computed_tokens < fewer.computed_tokens < fewer.logical_tokens
+    assert step_error(model(name), batch, LOSSES["grpo"], CONFIGS[way], policy=policy) < 1e-10

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, Plan, PlanError, Rollout, RolloutBatch
+from forkpoint.config import AUTO
 from forkpoint.plan import make_plan, planner
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
@@ -243,6 +244,36 @@ def test_the_simpler_plan_is_chosen_within_the_noise_of_prices(measured: bool) -
     for faster, chosen in ((0.4, "none"), (2.5, "none" if measured else "group"), (3.5, "group")):
         shared = replace(plan, sharing="group", cost=100.0 / (1 + faster / 100))
         assert planner._chosen([dense, shared]).sharing == chosen
+
+
+def test_short_forks_are_left_out_where_their_launches_cost_more() -> None:
+    """The second half of the responses has three equal first tokens."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 100, 500).tolist()
+    firsts = [[n] for n in range(4)] + [[9, 9, 9, n] for n in range(4)]
+    ids = [prompt + first + rng.integers(0, 100, 50).tolist() for first in firsts]
+    batch = RolloutBatch(
+        Rollout(each, [0] * 500 + [1] * (len(each) - 500), 1.0, group_id="g") for each in ids
+    )
+    ahead = Capabilities(runs_ahead=True)
+
+    def planned(launch_ms: float, sharing: str = AUTO, able: Capabilities = ahead) -> Plan:
+        measured = made_up(host_block_ms=(1.0, 1.0), host_launch_ms=(launch_ms, launch_ms))
+        config = Config(sharing=sharing)  # type: ignore[arg-type]
+        return make_plan(batch, SHAPE, config, calibration=measured, capabilities=able)
+
+    every = planned(0.0)
+    assert (every.sharing, every.least_segment) == ("group", 0)
+    fewer = planned(1.0)
+    assert (fewer.least_segment, fewer.boundary) == (64, "within")
+    assert fewer.computed_tokens == every.computed_tokens + 3 * 3
+    tables = (full_table(p.forest, p.microbatches[0], p.cache_of) for p in (every, fewer))
+    assert [len(table.launches) for table in tables] == [3, 2]
+    assert fewer.cost < planned(1.0, "group").cost
+    assert "forks after fewer than 64 shared tokens are left out" in fewer.explain()
+    for asked in ("group", "tree"):
+        assert planned(1.0, asked).least_segment == 0, "all is shared that was asked for"
+    assert planned(1.0, able=Capabilities()).least_segment == 0
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:

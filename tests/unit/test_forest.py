@@ -105,3 +105,36 @@ def test_large_ids_are_told_apart_and_sorted_as_numbers(top: int) -> None:
     order = sort_rollouts(*ragged(lists), np.zeros(5, np.int64))
     assert order.rollouts.tolist() == [4, 3, 2, 1, 0]
     assert order.shared_edges.tolist() == [0, 0, 0, 0, 1]
+
+
+@EXAMPLES
+@given(classed_lists(), st.integers(1, 6))
+def test_short_segments_are_left_out_from_the_roots_on(
+    batch: tuple[list[list[int]], list[int]], least: int
+) -> None:
+    lists, classes = batch
+    order = sort_rollouts(*ragged(lists), np.asarray(classes))
+    forest, found = build_forest(order, len(lists)), order.with_segments_of(least)
+
+    def kept(segment: int) -> int:
+        """Edges that rollouts share which diverge at the end of a segment."""
+        if segment < 0:
+            return 0
+        above = kept(int(forest.parent[segment]))
+        end = int(forest.start[segment] + forest.length[segment])
+        return end if end - above >= least else above
+
+    def path(rollout: int) -> list[int]:
+        segments = [int(forest.leaf[rollout])]
+        while segments[-1] >= 0:
+            segments.append(int(forest.parent[segments[-1]]))
+        return segments
+
+    for at in range(1, len(order.rollouts)):
+        first, second = (path(int(order.rollouts[n])) for n in (at - 1, at))
+        fork = next(segment for segment in first if segment in second)
+        assert found.shared_edges[at] == kept(fork)
+    again = found.with_segments_of(least)
+    assert np.array_equal(again.shared_edges, found.shared_edges)
+    if least == 1:
+        assert np.array_equal(found.shared_edges, order.shared_edges)

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -65,6 +66,11 @@ NEAR_THE_LEAST = 1.25
 # part. Meters do not count all costs of a microbatch (benchmarks/results/step-grid-h200.jsonl,
 # 6144/6144 N=4: 2.61 s of two microbatches were 2.75 s of four).
 LONGER_IS_WORTH = 0.01
+# A fork below a fork can add a launch of attention to each layer of a microbatch, which takes a
+# GPU's host 0.7 to 1.3 ms in both directions (`host_launch_ms` of the calibrations behind
+# benchmarks/results/defaults-fa4-h200.jsonl). In groups of airline.jsonl and rag.jsonl, limits of
+# 64 to 512 edges give the same plans.
+SHORT_SEGMENT = 64
 # Microbatches are cut no shorter than this to fit a budget.
 LEAST_MICROBATCH_TOKENS = 64
 MOST_MICROBATCHES = 128
@@ -114,6 +120,8 @@ class Builder:
     routers: RouterDemand | None = None
     prompts: tuple[PlannedPrompt, ...] | None = None
     runs: IntArray | None = None
+    least_segment: int = 0
+    """Fewest edges of a segment that rollouts share."""
     _orders: dict[str, SortedRollouts] = field(default_factory=dict)
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
@@ -185,6 +193,8 @@ class Builder:
                 order = order.cut(np.ones(len(order.rollouts), bool))
             elif sharing == "group":
                 order = order.grouped(self._classes(self.batch.group_index))
+            if self.least_segment:
+                order = order.with_segments_of(self.least_segment)
             self._orders[sharing] = order
         return self._orders[sharing]
 
@@ -206,8 +216,37 @@ class Builder:
         # With a single group, sharing within groups equals sharing over the batch.
         combination = "tree" if sharing == "group" and self.one_group else sharing, boundary
         if combination not in self._built:
-            self._built[combination] = self._dealt_if_faster(self._fitting(*combination))
+            plan = self._dealt_if_faster(self._fitting(*combination))
+            self._built[combination] = self._without_short_segments(plan, *combination)
         return replace(self._built[combination], sharing=sharing)
+
+    def _without_short_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
+        """The plan, or one in which rollouts share no short segments if that costs less.
+
+        A short segment is an accident: responses to one prompt often have equal first tokens.
+        """
+        if self._longer is None or sharing == "none":
+            return plan
+        every, fewer = (builder._order(sharing) for builder in (self, self._longer))
+        if np.array_equal(every.shared_edges, fewer.shared_edges):
+            return plan
+        try:
+            found = self._longer.build(sharing, boundary)
+        except PlanError:
+            return plan
+        costs_less = cost_with_preference(found) < cost_with_preference(plan) * (1 - NOISE)
+        return found if found.fits and (costs_less or not plan.fits) else plan
+
+    @cached_property
+    def _longer(self) -> "Builder | None":
+        """The builder of plans without short segments; None if such plans are not compared."""
+        asked = self.config.sharing != AUTO or self.prompts is not None
+        if self.least_segment or asked or not self.capabilities.runs_ahead:
+            return None
+        found = copy(self)
+        found.least_segment = SHORT_SEGMENT
+        found._orders, found._forests, found._built, found._packings = {}, {}, {}, {}
+        return found
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
         config = self.config
@@ -528,6 +567,7 @@ class Builder:
             sharing=sharing,
             boundary=boundary,
             max_microbatch_tokens=max_microbatch_tokens,
+            least_segment=self.least_segment,
             forest=forest,
             microbatches=tuple(microbatches),
             rollouts=len(self.batch),

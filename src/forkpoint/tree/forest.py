@@ -59,6 +59,32 @@ class SortedRollouts:
         found, of_entry = self.take(entries), of_entry[entries]
         return found.cut(np.append(True, of_entry[1:] != of_entry[:-1])[: len(entries)])
 
+    def with_segments_of(self, least: int) -> "SortedRollouts":
+        """The same order, in which rollouts share only segments of at least `least` edges.
+
+        From the roots on, a shorter segment is not shared, and segments below it begin earlier. So
+        each rollout has fewer than `least` more new edges for each segment that it shares.
+        """
+        # Entries with equal numbers and no smaller one between them are one fork; fork 0 is above
+        # all roots. The forks above the current entry are on the stack.
+        depth, parent, stack, fork_of = [0], [0], [0], []
+        for shared in self.shared_edges.tolist():
+            below = 0
+            while depth[stack[-1]] > shared:
+                below = stack.pop()
+            if depth[stack[-1]] < shared:
+                depth.append(shared)
+                parent.append(stack[-1])
+                stack.append(len(depth) - 1)
+            if below and depth[parent[below]] < shared:
+                parent[below] = stack[-1]
+            fork_of.append(stack[-1])
+        kept = [0] * len(depth)
+        for fork in sorted(range(1, len(depth)), key=depth.__getitem__):
+            above = kept[parent[fork]]
+            kept[fork] = depth[fork] if depth[fork] - above >= least else above
+        return replace(self, shared_edges=np.array(kept, np.int64)[fork_of])
+
     @property
     def new_edges(self) -> IntArray:
         """[M] number of edges that each does not share with the one before it. Their sum is the
