@@ -223,7 +223,7 @@ class Builder:
     def _without_short_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
         """The plan, or one in which rollouts share no short segments if that costs less.
 
-        Responses to one prompt often have equal first tokens by chance.
+        A short segment is an accident: responses to one prompt often have equal first tokens.
         """
         if self._longer is None or sharing == "none":
             return plan

@@ -64,8 +64,6 @@ ROW_TOKENS = 180
 # were measured for 28 compiled blocks; the rest of a microbatch takes little time. A GPU works
 # asynchronously, so this time matters only if the work itself is shorter.
 HOST_BLOCK_MS = 1.0
-# The same for an additional launch of attention. On an H200, 0.3 to 0.7 ms were measured.
-HOST_LAUNCH_MS = 0.4
 # Typical rates, which convert this time into FLOPs: for current GPUs by dtype size in bytes, and
 # for a CPU.
 GPU_FLOPS_PER_MS = {2: 4e11, 4: 5e10, 8: 3e10}
@@ -182,14 +180,10 @@ class CountedMeter(ShapeMeter):
         self._ahead: bool = plan.capabilities.runs_ahead
         rate = GPU_FLOPS_PER_MS[self.shape.dtype_bytes] if self._ahead else CPU_FLOPS_PER_MS
         self._host: float = HOST_BLOCK_MS * self.shape.layers * rate
-        self._launch: float = HOST_LAUNCH_MS * self.shape.windows.count(0) * rate
         self._parts_of: dict[int, tuple[float, float, float]] = {}
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
-        if not self._ahead:
-            return 0.0
-        additional = len(full_launches(self.plan, microbatch)) - 1 if self._launch else 0
-        return self._issued(microbatch, backward) + self._launch * additional
+        return self._issued(microbatch, backward) if self._ahead else 0.0
 
     def _issued(self, microbatch: Microbatch, backward: bool) -> float:
         again = self.shape.repeated_flops_share(microbatch.checkpointing) if backward else 0.0
