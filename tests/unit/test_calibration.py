@@ -246,34 +246,38 @@ def test_the_simpler_plan_is_chosen_within_the_noise_of_prices(measured: bool) -
         assert planner._chosen([dense, shared]).sharing == chosen
 
 
-def test_short_forks_are_left_out_where_their_launches_cost_more() -> None:
-    """The second half of the responses has three equal first tokens."""
+@pytest.mark.parametrize(("length", "ms"), [(40, 4.0), (500, 8.0)])
+def test_short_forks_are_left_out_where_their_launches_cost_more(length: int, ms: float) -> None:
+    """The second half of the responses has three equal first tokens. The prompt is shared, however
+    short it is."""
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 100, 500).tolist()
+    prompt = rng.integers(0, 100, length).tolist()
     firsts = [[n] for n in range(4)] + [[9, 9, 9, n] for n in range(4)]
     ids = [prompt + first + rng.integers(0, 100, 50).tolist() for first in firsts]
     batch = RolloutBatch(
-        Rollout(each, [0] * 500 + [1] * (len(each) - 500), 1.0, group_id="g") for each in ids
+        Rollout(each, [0] * length + [1] * (len(each) - length), 1.0, group_id="g") for each in ids
     )
     ahead = Capabilities(runs_ahead=True)
 
     def planned(launch_ms: float, sharing: str = AUTO, able: Capabilities = ahead) -> Plan:
-        measured = made_up(host_block_ms=(1.0, 1.0), host_launch_ms=(launch_ms, launch_ms))
-        config = Config(sharing=sharing)  # type: ignore[arg-type]
+        measured = made_up(
+            block=line(1e-2), host_block_ms=(1.0, 1.0), host_launch_ms=(launch_ms, launch_ms)
+        )
+        config = Config(sharing=sharing, boundary="within")  # type: ignore[arg-type]
         return make_plan(batch, SHAPE, config, calibration=measured, capabilities=able)
 
     every = planned(0.0)
     assert (every.sharing, every.least_segment) == ("group", 0)
-    fewer = planned(1.0)
-    assert (fewer.least_segment, fewer.boundary) == (64, "within")
+    fewer = planned(ms)
+    assert (fewer.sharing, fewer.least_segment) == ("group", 64)
     assert fewer.computed_tokens == every.computed_tokens + 3 * 3
     tables = (full_table(p.forest, p.microbatches[0], p.cache_of) for p in (every, fewer))
     assert [len(table.launches) for table in tables] == [3, 2]
-    assert fewer.cost < planned(1.0, "group").cost
+    assert fewer.cost < planned(ms, "group").cost
     assert "forks after fewer than 64 shared tokens are left out" in fewer.explain()
     for asked in ("group", "tree"):
-        assert planned(1.0, asked).least_segment == 0, "all is shared that was asked for"
-    assert planned(1.0, able=Capabilities()).least_segment == 0
+        assert planned(ms, asked).least_segment == 0, "all is shared that was asked for"
+    assert planned(ms, able=Capabilities()).least_segment == 0
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:

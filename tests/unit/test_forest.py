@@ -120,9 +120,9 @@ def test_short_segments_are_left_out_from_the_roots_on(
         """Edges that rollouts share which diverge at the end of a segment."""
         if segment < 0:
             return 0
-        above = kept(int(forest.parent[segment]))
+        parent = int(forest.parent[segment])
         end = int(forest.start[segment] + forest.length[segment])
-        return end if end - above >= least else above
+        return end if parent < 0 or end - kept(parent) >= least else kept(parent)
 
     def path(rollout: int) -> list[int]:
         segments = [int(forest.leaf[rollout])]

@@ -121,7 +121,7 @@ class Builder:
     prompts: tuple[PlannedPrompt, ...] | None = None
     runs: IntArray | None = None
     least_segment: int = 0
-    """Fewest edges of a segment that rollouts share."""
+    """Fewest edges of a segment below a root that rollouts share."""
     _orders: dict[str, SortedRollouts] = field(default_factory=dict)
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class Builder:
     def _without_short_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
         """The plan, or one in which rollouts share no short segments if that costs less.
 
-        A short segment is an accident: responses to one prompt often have equal first tokens.
+        Responses to one prompt often have equal first tokens by chance.
         """
         if self._longer is None or sharing == "none":
             return plan
@@ -240,7 +240,7 @@ class Builder:
     @cached_property
     def _longer(self) -> "Builder | None":
         """The builder of plans without short segments; None if such plans are not compared."""
-        asked = self.config.sharing != AUTO or self.prompts is not None
+        asked = self.config.sharing != AUTO
         if self.least_segment or asked or not self.capabilities.runs_ahead:
             return None
         found = copy(self)

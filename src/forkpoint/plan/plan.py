@@ -120,7 +120,7 @@ class Plan:
     cache_states: int = 0
     """Largest number of states of segments at a time, in layers that carry a state."""
     least_segment: int = 0
-    """Fewest tokens that rollouts share from a fork on. Each of them computes fewer by itself."""
+    """Fewest tokens that rollouts share from a fork on. Each of them computes fewer itself."""
     rollouts: int = 0
     logical_tokens: int = 0
     """Number of tokens of all rollouts."""

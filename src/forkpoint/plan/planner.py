@@ -165,9 +165,11 @@ def _passed_over(cost: float | None, chosen: Plan) -> str | None:
     """Reason why a plan that costs less was not chosen; None if it does not cost less."""
     if cost is None or cost >= chosen.cost:
         return None
-    if chosen.cost <= cost * (1 + noise_of(chosen)):
-        return f"cheaper by less than {noise_of(chosen):.1%}; the simpler plan is chosen"
-    return f"cheaper by less than {KEEPING_IS_WORTH:.0%}; does not keep all activations"
+    noise = noise_of(chosen)
+    if chosen.cost <= cost * (1 + noise):
+        return f"cheaper by less than {noise:.1%}; the simpler plan is chosen"
+    most = (1 + noise) * (1 + KEEPING_IS_WORTH) - 1
+    return f"cheaper by less than {most:.1%}; does not keep all activations"
 
 
 def _chosen(plans: list[Plan]) -> Plan:

@@ -60,7 +60,7 @@ class SortedRollouts:
         return found.cut(np.append(True, of_entry[1:] != of_entry[:-1])[: len(entries)])
 
     def with_segments_of(self, least: int) -> "SortedRollouts":
-        """The same order, in which rollouts share only segments of at least `least` edges.
+        """The same order, with only roots and segments of at least `least` edges shared.
 
         From the roots on, a shorter segment is not shared, and segments below it begin earlier. So
         each rollout has fewer than `least` more new edges for each segment that it shares.
@@ -81,8 +81,8 @@ class SortedRollouts:
             fork_of.append(stack[-1])
         kept = [0] * len(depth)
         for fork in sorted(range(1, len(depth)), key=depth.__getitem__):
-            above = kept[parent[fork]]
-            kept[fork] = depth[fork] if depth[fork] - above >= least else above
+            above, is_root = kept[parent[fork]], parent[fork] == 0
+            kept[fork] = depth[fork] if is_root or depth[fork] - above >= least else above
         return replace(self, shared_edges=np.array(kept, np.int64)[fork_of])
 
     @property

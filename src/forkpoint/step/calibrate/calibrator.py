@@ -28,6 +28,9 @@ LAYERS = FEW, MORE = (1, 3)
 DEEP, DEEP_BYTES = 8, 1 << 30
 """Most layers of the model that host times are measured on, and most bytes of its weights. It has
 at least MORE layers. Only for small layers is the host slower than the device."""
+FEWEST_FILLED, FILLED_BYTES = 8192, 1 << 28
+"""Tokens of a launch that fills the device: fewer than an effort has, but at least as many as this,
+if its queries would take more bytes."""
 RESPONSE_TOKENS = 16
 LEAST_LONG_MS = 0.1
 """A smaller additional host time of a long sequence is noise: such sequences run with others."""
@@ -41,7 +44,7 @@ class Effort:
     key_tokens: tuple[int, ...]
     """Numbers of tokens of attended ancestors, at least two."""
     filled_tokens: int
-    """Number of tokens of a launch of attention that fills the device."""
+    """Most tokens of a launch of attention that fills the device."""
     wide_tokens: int = 0
     """Number of queries, and of keys, of a launch of WIDE_PAIRS; 0: not measured."""
     repeats: int
@@ -150,7 +153,9 @@ def calibrate(
     of_parts = Clock(
         host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
     )
-    parts = Parts(of_parts, host.shape, kernel=kernel, filled_tokens=effort.filled_tokens)
+    query_bytes = host.shape.heads * host.shape.head_dim * host.shape.dtype_bytes
+    filled = min(effort.filled_tokens, max(FEWEST_FILLED, FILLED_BYTES // query_bytes))
+    parts = Parts(of_parts, host.shape, kernel=kernel, filled_tokens=filled)
     # Memory first, which also warms up and compiles all code that is timed below. If a length
     # equals a size of the model, it is compiled as a constant, and blocks are compiled again for
     # other lengths.
