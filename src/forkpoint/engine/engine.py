@@ -38,6 +38,7 @@ from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import OffloadStats, Staging
 from forkpoint.engine.timing import Timing
 from forkpoint.engine.transaction import Transaction
+from forkpoint.errors import UnsupportedError
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import RankStep
@@ -45,6 +46,11 @@ from forkpoint.plan.media import CommonEncoders
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import Instruction, Program, mark_last_backward
 from forkpoint.rollouts.batch import RolloutBatch
+
+NOTHING_TRAINED = (
+    "no parameter that the model reads for the trained tokens requires a gradient, so the step "
+    "would train nothing. Unfreeze some; if adapters are merged, call unmerge_adapter()."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +259,9 @@ class Engine:
             changes.undo(mark)
         self.host.group.reduce_earlier()
         trains = any(len(inputs.trained_tokens) for inputs in self.inputs)
+        alone = self.ranks.ranks.is_alone and not self.host.links.stages
+        if trains and alone and not guard.began:
+            raise UnsupportedError(NOTHING_TRAINED)
         if not (trains or self.ranks.any_trains):
             guard.add_zeros(self.host)
         if guard.sums is not None:

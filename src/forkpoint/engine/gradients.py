@@ -122,10 +122,13 @@ class GradientGuard:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
         self.touched: bool = False
         """Whether the step may have changed some `.grad`."""
+        self.began: bool = False
+        """Whether any backward has begun."""
         self.holder: Holder = holder or Holder()
 
     def begin(self) -> None:
         """Note that a backward is about to begin."""
+        self.began = True
         # It changes no `.grad` of a parameter whose gradients are summed.
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.holder.gathered)
