@@ -20,7 +20,7 @@ from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs, coupling_of
-from forkpoint.losses.evaluate import check_leaves, computed
+from forkpoint.losses.evaluate import check_leaves, evaluate_loss
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.parallel.step import RankStep
 from forkpoint.plan.plan import Plan
@@ -147,33 +147,6 @@ def loss_inputs(
 
 # The loss and its gradients
 # ------------------------------------------------------------
-
-
-def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) -> Tensor:
-    """The loss of the head's outputs for the trained tokens of `view`, a part of the batch.
-
-    `head` names the outputs that a loss is computed from.
-
-    Raises ConfigError if the loss is no floating-point scalar, has no graph although the outputs
-    have one, or reads a field that is None.
-    """
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in outputs.per_token.values())
-    value = computed(loss, outputs, view)
-    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
-        found = repr(value)
-        if isinstance(value, Tensor):
-            found = f"{value.dtype} of shape {tuple(value.shape)}"
-        raise ConfigError(
-            f"the loss {loss!r} returned {found}; it must return a floating-point scalar tensor, "
-            f"computed from outputs.{head}."
-        )
-    if graph and not value.requires_grad:
-        raise ConfigError(
-            f"the loss {loss!r} returned a scalar without a graph, so that nothing would be "
-            "trained; it must be computed from outputs.logprobs, without detach(), item() or "
-            "torch.no_grad()."
-        )
-    return value
 
 
 @dataclass(eq=False)

@@ -3,18 +3,20 @@
 from collections.abc import Iterable
 from types import TracebackType
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import NO_ENTROPIES, SOURCES, Loss, LossBatch, no_field
 from forkpoint.losses.outputs import LossOutputs
+from forkpoint.rollouts.batch import short
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 """Name of the autograd nodes that add to `.grad` of a leaf."""
 
 
-def computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+def _computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
     """Compute the loss of a view.
 
     Raises the errors of the loss. If the loss reads a field of the view that is None, the
@@ -33,6 +35,33 @@ def computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
             if name in read and getattr(batch, name) is None:
                 raise ConfigError(f"the loss {loss!r} {no_field(name)}") from error
         raise
+
+
+def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) -> Tensor:
+    """The loss of the head's outputs for the trained tokens of `view`, a part of the batch.
+
+    `head` names the outputs that a loss is computed from.
+
+    Raises ConfigError if the loss is no floating-point scalar, has no graph although the outputs
+    have one, or reads a field that is None.
+    """
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in outputs.per_token.values())
+    value = _computed(loss, outputs, view)
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+        found = short(value)
+        if isinstance(value, Tensor):
+            found = f"{value.dtype} of shape {tuple(value.shape)}"
+        raise ConfigError(
+            f"the loss {loss!r} returned {found}; it must return a floating-point scalar tensor, "
+            f"computed from outputs.{head}."
+        )
+    if graph and not value.requires_grad:
+        raise ConfigError(
+            f"the loss {loss!r} returned a scalar without a graph, so that nothing would be "
+            "trained; it must be computed from outputs.logprobs, without detach(), item() or "
+            "torch.no_grad()."
+        )
+    return value
 
 
 def _names(traceback: TracebackType | None) -> set[str]:

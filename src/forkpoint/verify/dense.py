@@ -19,7 +19,7 @@ from forkpoint.engine.routing import RouterOutputs, RouterTerms
 from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.routers import record_routers
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
-from forkpoint.losses.evaluate import check_leaves, computed
+from forkpoint.losses.evaluate import check_leaves, evaluate_loss
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
@@ -200,7 +200,7 @@ def dense_run(
             batch, denominators or batch_denominators(batch), passes.device, passes.dtype
         )
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        value = computed(loss, passes.outputs(), view)
+        value = evaluate_loss(loss, passes.outputs(), view, passes.head)
         if value.requires_grad:
             check_leaves(value, passes.per_token.values())
             value.backward()
@@ -253,8 +253,14 @@ class _Passes:
 
     def outputs(self) -> LossOutputs:
         """Outputs for the loss. They collect gradients from now on."""
-        wanted = {name: self.per_token[name].requires_grad_() for name in self._wanted}
-        return LossOutputs(**wanted)
+        leaves = {name: self.per_token[name].requires_grad_() for name in self._wanted}
+        # Not the leaves, because the loss may change its inputs in place.
+        return LossOutputs(**{name: leaf * 1.0 for name, leaf in leaves.items()})
+
+    @property
+    def head(self) -> str:
+        """Name of the outputs that a loss is computed from."""
+        return "values" if self._stock.is_critic else "logprobs"
 
     def compute_values(self) -> None:
         """Compute the values of all trained tokens, without a graph."""
