@@ -190,13 +190,14 @@ class Config:
             value = getattr(self, name)
             if value is None and name != "head_chunk_tokens":
                 continue
+            if isinstance(value, int) and abs(value) > MOST:  # Python may refuse to print it
+                where = "above" if value > 0 else "below minus"
+                raise ConfigError(
+                    f"{name} is {where} {MOST}: it has {value.bit_length()} bits. Give a smaller "
+                    "number of at least 1, or leave it out."
+                )
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
-            if value > MOST:
-                raise ConfigError(
-                    f"{name} is above {MOST}: it has {value.bit_length()} bits. Give a smaller "
-                    "number, or leave it out."
-                )
         each = self.optimizer_bytes_per_parameter
         number = isinstance(each, int | float) and not isinstance(each, bool)
         if each is not None and not (number and 0 <= each <= 1024):

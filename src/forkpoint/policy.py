@@ -70,6 +70,9 @@ class Policy:
         with Changes() as changes:
             cache_module_walks(changes)
             check_batch(self.host, batch)
+            if loss is not None:
+                loss = as_loss(loss)
+                loss.check_head(self.host.head)
             work = router_work(self.host, batch, router, router_counts)
             return plan_batch(self, batch, loss, work.demand() if work else None)
 

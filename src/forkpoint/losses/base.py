@@ -5,6 +5,7 @@ depend on the views, because denominators are those of the whole batch.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -21,6 +22,8 @@ from forkpoint.losses.outputs import LossOutputs as LossOutputs
 from forkpoint.rollouts.batch import RolloutBatch, short
 
 Decomposition = Literal["token", "rollout", "joint"]
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
+"""Largest finite number that an option may have. Most models compute losses in float32."""
 
 SOURCES = {
     "old_logprobs": "policy.score(batch) computes log-probs under a model",
@@ -314,7 +317,7 @@ def as_loss(loss: Loss | LossFunction) -> Loss:
     if not isinstance(loss, Loss):
         if not callable(loss) or hasattr(loss, "decomposition"):
             raise ConfigError(
-                f"The loss is {loss!r} of type {type(loss).__name__}; it takes a "
+                f"The loss is {short(loss)} of type {type(loss).__name__}; it takes a "
                 "forkpoint.losses.Loss or a function of (outputs, batch). A loss that declares its "
                 "decomposition subclasses Loss."
             )
@@ -360,18 +363,26 @@ def divide(total: Tensor, count: float) -> Tensor:
 def check_number(
     name: str, value: object, *, positive: bool = False, infinite: bool = False
 ) -> None:
-    """Raises ConfigError unless `value` is a number of at least 0 (above 0 if `positive`)."""
-    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    """Raises ConfigError unless `value` is a number of at least 0 (above 0 if `positive`) that
+    float32 holds."""
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer
+            number = sys.float_info.max if value > 0 else -1.0  # pyright: ignore[reportOperatorIssue]
     large_enough = number > 0 if positive else number >= 0
-    if large_enough and (infinite or number < math.inf):
+    if large_enough and (number <= LARGEST_NUMBER or (infinite and number == math.inf)):
         return
+    least = f"{'above' if positive else 'of at least'} 0"
+    most = f" and at most {LARGEST_NUMBER:.2g}" if large_enough and number < math.inf else ""
     raise ConfigError(
-        f"{name} is {value!r}; it takes a {'' if infinite else 'finite '}number "
-        f"{'above' if positive else 'of at least'} 0."
+        f"{name} is {short(value)}; it takes a {'' if infinite else 'finite '}number {least}{most}."
     )
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}.")
+    if not isinstance(value, str) or value not in allowed:
+        listed = ", ".join(map(repr, allowed))
+        raise ConfigError(f"{name} is {short(value)}; allowed are {listed}.")

@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedEr
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.topology import check_reduced
 from forkpoint.losses.base import (
+    LARGEST_NUMBER,
     Loss,
     LossFunction,
     as_loss,
@@ -330,13 +332,16 @@ def check_batch(host: ModelHost, batch: RolloutBatch) -> None:
 
 
 def finite(name: str, value: object) -> float:
-    """Convert an argument to a number: a number of Python or numpy, or a tensor of one element."""
-    try:
-        number = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"{name} is {short(value)}; it takes a finite number.")
+    """Convert an argument to a number that float32 holds: a number of Python or numpy, or a tensor
+    of one element."""
+    number = math.nan
+    if not isinstance(value, bool | str | bytes):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)  # pyright: ignore[reportArgumentType]
+    if not abs(number) <= LARGEST_NUMBER:
+        raise ConfigError(
+            f"{name} is {short(value)}; it takes a finite number of at most {LARGEST_NUMBER:.2g}."
+        )
     return number
 
 

@@ -54,7 +54,7 @@ class Objective:
         """
         from forkpoint import losses
 
-        name, *words = (self.loss or "grpo").split(",")
+        name, *words = ("grpo" if self.loss is None else self.loss).split(",")
         options = _options(words, "loss")
         if name not in CLASSES:
             raise ConfigError(f"loss is {name!r}; it takes one of {', '.join(CLASSES)}.")

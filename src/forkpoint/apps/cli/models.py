@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.hosts.compiled import one_line
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.hosts.transformers.model_files import read_by_transformers, read_config
 from forkpoint.hosts.transformers.shapes import enable_checkpointing, shallow_model
@@ -55,7 +56,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     except ForkpointError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        reason = one_line(error).rstrip(".")
         raise ConfigError(
             f"transformers cannot make and run a model of {model} ({reason}). "
             f"Correct {path.name}, or give a model that this transformers ({__version__}) knows."
