@@ -363,6 +363,12 @@ class RolloutBatch:
                 "np.flatnonzero(mask) has them."
             )
         chosen = [operator.index(index) for index in given]
+        outside = [index for index in chosen if not -len(self) <= index < len(self)]
+        if outside:
+            raise IndexError(
+                f"select was given the index {short(outside[0])}, and the batch has {len(self)} "
+                "rollouts."
+            )
         completions = self.completion_layout
         made = Made(
             [self.rollouts[index] for index in chosen],

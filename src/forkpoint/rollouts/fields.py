@@ -93,7 +93,8 @@ def host_values(who: str, field: str, value: Any) -> Any:
 def read_temperature(who: str, value: Any) -> float:
     """Read a temperature: a finite number above 0."""
     value = host_values(who, "temperature", value)
-    if isinstance(value, (list, tuple)) or not is_number(value) or not 0 < value < np.inf:
+    listed = isinstance(value, (list, tuple))
+    if listed or not is_number(value) or not 0 < as_float(value) < np.inf:
         raise RolloutError(
             f"{who}: temperature is {short(value)}; it takes one finite number above 0. Give the "
             "temperature of the sampling; for greedy decoding give 1."
@@ -189,6 +190,14 @@ def _kind(value_type: type) -> str:
         if issubclass(value_type, scalar):
             return letter
     return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
+
+
+def as_float(value: Any) -> float:
+    """Convert a number to a float: inf if it is too large, such as a long double can be."""
+    try:
+        return float(value)
+    except OverflowError:
+        return np.inf if value > 0 else -np.inf
 
 
 def is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ Every per-token array has the length of `token_ids` and entry i belongs to token
 stored as read-only copies.
 """
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.experts import read_routed_experts
 from forkpoint.rollouts.fields import (
     MAX_TOKEN_ID,
+    as_float,
     host_values,
     is_number,
     named,
@@ -252,7 +254,7 @@ class _Reader:
             return self.floats(field, values)
         if isinstance(values, np.ndarray):
             values = values.item()
-        finite = is_number(values) and bool(np.isfinite(values))
+        finite = is_number(values) and math.isfinite(as_float(values))
         if not is_number(values) or not (finite or not self.loss_mask.any()):
             raise RolloutError(f"{self.who}: {field} is {short(values)}; {_NUMBER_OR_FLOATS}")
         return float(values) if finite else 0.0
