@@ -29,9 +29,9 @@ def quantile(samples: Sequence[float], share: float) -> float:
 
 
 def time_of_loop() -> float:
-    """Milliseconds of a fixed loop in Python, about 4: how fast a core of the host is now.
+    """Time of a fixed loop in Python, in milliseconds: about 4 on an idle core.
 
-    Virtual cores that share a physical core with others' work take up to twice as long, and change
+    A virtual core takes up to twice as long while other work shares its physical core. This changes
     within a second.
     """
     begin, total = time.perf_counter(), 0

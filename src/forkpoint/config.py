@@ -35,8 +35,8 @@ class Config:
 
     Attributes:
         sharing: Rollouts that share tokens: none (dense training), those of one group, or any of
-            the batch (tree). With auto the planner chooses, and on CUDA it may leave out forks
-            after fewer than 64 shared tokens.
+            the batch (tree). With auto the planner chooses. On CUDA it may then leave out forks
+            that lie fewer than 64 tokens below another fork.
         boundary: Position of forks: inside one packed microbatch (within), between a parent
             microbatch and its children (across), or both (mixed). With mixed, a subtree stays in
             one microbatch if it fits there.

@@ -121,7 +121,7 @@ class Builder:
     prompts: tuple[PlannedPrompt, ...] | None = None
     runs: IntArray | None = None
     least_segment: int = 0
-    """Fewest edges of a segment below a root that rollouts share."""
+    """Fewest edges of a segment below a root that rollouts share; 0 means no limit."""
     _orders: dict[str, SortedRollouts] = field(default_factory=dict)
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)

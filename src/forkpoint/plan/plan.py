@@ -120,7 +120,7 @@ class Plan:
     cache_states: int = 0
     """Largest number of states of segments at a time, in layers that carry a state."""
     least_segment: int = 0
-    """Fewest tokens that rollouts share from a fork on. Each of them computes fewer itself."""
+    """Fewest tokens of a segment below a root that rollouts share; 0 means no limit."""
     rollouts: int = 0
     logical_tokens: int = 0
     """Number of tokens of all rollouts."""
@@ -613,7 +613,7 @@ def _explained(plan: Plan, width: int) -> str:
         how = "once a step" if plan.gather == "step" else "for each microbatch, in lockstep"
         title.append(f"\nweights gathered {how}: {plan.gather_reason}")
     if plan.least_segment:
-        title.append(f"\nforks after fewer than {plan.least_segment} shared tokens are left out")
+        title.append(f"\nforks fewer than {plan.least_segment} tokens below another are left out")
     if plan.dealing:
         title.append(f"\n{plan.dealing}")
     console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))

@@ -29,8 +29,8 @@ DEEP, DEEP_BYTES = 8, 1 << 30
 """Most layers of the model that host times are measured on, and most bytes of its weights. It has
 at least MORE layers. Only for small layers is the host slower than the device."""
 FEWEST_FILLED, FILLED_BYTES = 8192, 1 << 28
-"""Tokens of a launch that fills the device: fewer than an effort has, but at least as many as this,
-if its queries would take more bytes."""
+"""If the queries of a launch that fills the device would take more than these bytes, it has fewer
+tokens than the effort says, but at least this number."""
 RESPONSE_TOKENS = 16
 LEAST_LONG_MS = 0.1
 """A smaller additional host time of a long sequence is noise: such sequences run with others."""

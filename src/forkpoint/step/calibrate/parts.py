@@ -18,7 +18,7 @@ from forkpoint.tree import FROM_CACHE, FROM_OWN, LaunchLayout, Table
 
 TINY_KEYS = 16
 QUERIES_PER_KEY = 8
-"""Least number of queries for each key of an ancestor that a launch has several of."""
+"""Number of queries for each key in a launch that has several ancestors."""
 
 
 class Rectangles(NamedTuple):
