@@ -29,7 +29,7 @@ from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.ops.attention import operator, table
 from forkpoint.plan import make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
+from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration, Curve
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic, calibrator, microbatches
@@ -358,7 +358,9 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
 ) -> None:
     model = random_model(MODEL, torch.float32, 0).train()
     host, alive = host_of(model), ref(model)
-    rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
+    rows = Rows(
+        Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
+    )
 
     def timed(host: ModelHost) -> StepTimes:
         step = rows.host_step(host, 16, 16)
@@ -402,7 +404,9 @@ def test_a_block_is_timed_where_the_next_begins(
     monkeypatch.setattr(table.AttentionTable, "__init__", made)
     model = random_model(MODEL | {"num_hidden_layers": 4}, torch.float32, 0).train()
     host = host_of(model, compile_blocks=compiled)
-    rows = Rows(Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64)
+    rows = Rows(
+        Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
+    )
     step, forked = rows.host_step(host, 16, 16), rows.host_row(host, 16, 16, 2, shares=True)
     plain = {f"{count}": rows.host_row(host, 16, 16, count) for count in (1, 2)}
     rows.in_turn({"step": step, "forked": forked, **plain}, endless)
@@ -415,7 +419,12 @@ def test_a_block_is_timed_where_the_next_begins(
 
 
 def test_samples_run_in_turn_and_those_that_a_model_refuses_are_left_out() -> None:
-    rows = Rows(Clock(torch.device("cpu"), repeats=1, busy_products=0), kernel="auto", vocab=64)
+    rows = Rows(
+        Clock(torch.device("cpu"), repeats=1, busy_products=0),
+        kernel="auto",
+        vocab=64,
+        segment_tokens=16,
+    )
     ran: list[str] = []
 
     def sample(name: str, seconds: float) -> Any:
@@ -441,7 +450,12 @@ def test_samples_of_the_host_end_when_the_time_is_up(
     """Each run takes 0.1 s by a clock of the test; the first, which is not counted, 5 s."""
     now, starts = [0.0], []
     monkeypatch.setattr(microbatches, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    rows = Rows(Clock(torch.device("cpu"), repeats=3, busy_products=0), kernel="auto", vocab=64)
+    rows = Rows(
+        Clock(torch.device("cpu"), repeats=3, busy_products=0),
+        kernel="auto",
+        vocab=64,
+        segment_tokens=16,
+    )
 
     def run() -> None:
         now[0] += 0.1 if starts else 5.0
@@ -532,13 +546,40 @@ def test_the_model_of_host_times_is_deep_where_layers_are_small() -> None:
     assert {n: calibrator.deep_layers(n) for n in sizes} == sizes
 
 
+def test_rows_have_short_segments_whose_attention_is_not_part_of_a_block() -> None:
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    clock = Clock(host.device, repeats=1, busy_products=0)
+    rows = Rows(clock, kernel="auto", vocab=64, segment_tokens=16)
+    inputs, run = rows._row(host, 70, labelled=2)
+    assert np.bincount(inputs.segments).tolist() == [17, 17, 18, 18]
+    with host.entered():
+        assert run(inputs).shape == (4 * 2,)
+    # A block takes 3 and 5 ms and attention to 10 pairs 1 ms, the rest 2 ms, a label 0.5 ms.
+    sizes, segments = [16, 64], [1, 4]
+    causal = Curve((16, 64), (10.0, 1.0), (10.0, 1.0))
+    head = Curve((1, 8), (0.5, 4.0), (0.5, 4.0))
+    timed = {
+        layers: [
+            Times(*(layers * (block + 13.6 * n) + 2 + 0.5 * n for block in (3.0, 5.0)))
+            for n in segments
+        ]
+        for layers in calibrator.LAYERS
+    }
+    block = calibrator._block(sizes, timed, segments, causal)
+    rest = calibrator._rest(sizes, timed, segments, head)
+    assert (block.forward, block.backward) == ((pytest.approx(3),) * 2, (pytest.approx(5),) * 2)
+    assert (*rest.forward, *rest.backward) == pytest.approx((2, 2, 2, 2))
+
+
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_the_steady_row_is_longer_where_the_host_is_slow(
     monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     """With a host that is slow for fewer than `tokens`."""
     host = host_of(random_model(MODEL, torch.float32, 0).train())
-    rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
+    rows = Rows(
+        Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
+    )
     made: list[int] = []
     row = rows._row
 

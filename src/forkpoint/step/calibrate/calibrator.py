@@ -149,7 +149,8 @@ def calibrate(
     effort = efforts[host.device.type]
     sizes = effort.row_tokens
     clock = Clock(host.device, repeats=effort.repeats, busy_products=effort.busy_products)
-    whole = Rows(clock, kernel=kernel, vocab=min(host.shape.vocab, 1 << 15))
+    vocab = min(host.shape.vocab, 1 << 15)
+    whole = Rows(clock, kernel=kernel, vocab=vocab, segment_tokens=sizes[0])
     of_parts = Clock(
         host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
     )
@@ -178,7 +179,8 @@ def calibrate(
         return effort.max_seconds - clock.seconds - of_parts.seconds
 
     done, rows = _timed_rows(whole, hosts, effort, left)
-    block, rest = _block(done, rows, causal), _rest(done, rows, head)
+    segments = [whole.num_segments(tokens) for tokens in done]
+    block, rest = _block(done, rows, segments, causal), _rest(done, rows, segments, head)
     wide, share = (0.0, 0.0), 1.0
     if host.device.type == "cuda":
         # With the kernels for long segments. cuDNN takes 1.6 s for its first plan of a launch
@@ -272,21 +274,26 @@ def _of_block(rows: Mapping[int, list[Times]], index: int, figure: int) -> float
     return (rows[MORE][index][figure] - rows[FEW][index][figure]) / (MORE - FEW)
 
 
-def _block(sizes: list[int], rows: dict[int, list[Times]], causal: Curve) -> Curve:
+def _block(
+    sizes: list[int], rows: dict[int, list[Times]], segments: list[int], causal: Curve
+) -> Curve:
     def at(index: int, backward: bool) -> float:
-        tokens, each = sizes[index], _of_block(rows, index, int(backward))
-        attention = tokens * (tokens + 1) / 2 / causal.rate(tokens, backward=backward)
+        each, length = _of_block(rows, index, int(backward)), sizes[index] // segments[index]
+        pairs = sizes[index] * (length + 1) / 2
+        attention = pairs / causal.rate(length, backward=backward)
         # With noise the difference could be 0 or negative.
         return max(each - attention, 0.05 * each, 1e-6)
 
     return curve(sizes, at)
 
 
-def _rest(sizes: list[int], rows: dict[int, list[Times]], head: Curve) -> Curve:
+def _rest(
+    sizes: list[int], rows: dict[int, list[Times]], segments: list[int], head: Curve
+) -> Curve:
     def at(index: int, backward: bool) -> float:
         way = int(backward)
-        blocks = FEW * _of_block(rows, index, way)
-        return max(rows[FEW][index][way] - blocks - head.time(1, backward=backward), 0.0)
+        less = FEW * _of_block(rows, index, way) + head.time(segments[index], backward=backward)
+        return max(rows[FEW][index][way] - less, 0.0)
 
     return curve(sizes, at)
 

@@ -186,10 +186,18 @@ class Rows:
     clock: Clock
     kernel: str
     vocab: int
+    segment_tokens: int
+    """Number of tokens of a segment of a row. The time of a block is that of a row less attention,
+    which short segments take little of, and which then is `Parts.causal` at that length. One
+    segment of 8,192 tokens does not fill the device as attention of a microbatch does."""
+
+    def num_segments(self, tokens: int) -> int:
+        """Number of segments of a row."""
+        return max(1, tokens // self.segment_tokens)
 
     def row_ms(self, host: ModelHost, tokens: int) -> Times:
-        """Time the forward and backward of a row with one labelled token."""
-        inputs, run = self._row(host, tokens, num_loss_entries=1)
+        """Time the forward and backward of a row with one labelled token a segment."""
+        inputs, run = self._row(host, tokens, labelled=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
@@ -248,7 +256,7 @@ class Rows:
             for longer in (2 * tokens, 4 * tokens):
                 if alone.waits_for_host:
                     tokens, alone = longer, self.row_ms(host, longer)
-            inputs, run = self._row(host, tokens, num_loss_entries=1)
+            inputs, run = self._row(host, tokens, labelled=1)
             with host.entered():
                 return self.clock.steady_share(
                     lambda: run(inputs), lambda logprobs: logprobs.sum().backward(), alone
@@ -267,7 +275,7 @@ class Rows:
     def _saved_bytes(self, host: ModelHost, tokens: int, policy: str) -> int:
         """Bytes of storages that autograd saves for a row, without parameters."""
         held = {storage_id(p) for _, p in host.named_parameters()}
-        inputs, run = self._row(host, tokens, num_loss_entries=1, checkpointing=policy)
+        inputs, run = self._row(host, tokens, labelled=1, checkpointing=policy)
         kept: dict[int, Tensor] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -289,7 +297,8 @@ class Rows:
             return 0.0, 0.0
         found = []
         for tokens in sizes[-2:]:
-            inputs, run = self._row(host, tokens, num_loss_entries=min(tokens, HEAD_TOKENS))
+            labelled = max(1, min(tokens, HEAD_TOKENS) // self.num_segments(tokens))
+            inputs, run = self._row(host, tokens, labelled=labelled)
             with host.entered():
                 logprobs = run(inputs)
                 torch.cuda.synchronize()
@@ -309,10 +318,15 @@ class Rows:
         return RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
 
     def _row(
-        self, host: ModelHost, tokens: int, *, num_loss_entries: int, checkpointing: str = "none"
+        self, host: ModelHost, tokens: int, *, labelled: int, checkpointing: str = "none"
     ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
-        ids = np.random.default_rng(0).integers(0, self.vocab, tokens + 1)
-        mask = np.arange(tokens + 1) > tokens - num_loss_entries
+        """A row of `tokens` in segments. `labelled`: number of the last tokens of each."""
+        rng, count = np.random.default_rng(0), self.num_segments(tokens)
+        rollouts = []
+        for part in np.array_split(np.arange(tokens), count):
+            ids = rng.integers(0, self.vocab, len(part) + 1)
+            mask = np.arange(len(part) + 1) > len(part) - labelled
+            rollouts.append(Rollout(ids, mask, 1.0))
         config = Config(
             sharing="none",
             boundary="within",
@@ -320,7 +334,7 @@ class Rows:
             checkpointing=checkpointing,  # type: ignore[arg-type]
             attention_kernel=self.kernel,
         )
-        return _prepared(host, RolloutBatch([Rollout(ids, mask, 1.0)]), config)
+        return _prepared(host, RolloutBatch(rollouts), config)
 
 
 def _prepared(
