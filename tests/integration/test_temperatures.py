@@ -20,7 +20,7 @@ from yardstick import (
 )
 
 from forkpoint import Config, RolloutBatch, losses, wrap
-from forkpoint.engine.microbatches import prepare_microbatches
+from forkpoint.engine.microbatches import PreparedMicrobatches
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import lifted_upcasts
 
@@ -95,7 +95,7 @@ def test_a_critic_ignores_temperatures() -> None:
         policy = wrap(model, Config(sharing="group", boundary="across"))
         clear_gradients(model)
         stats = policy.forward_backward(batch, losses.ValueLoss(clip=0.5))
-        inputs = prepare_microbatches(
+        inputs = PreparedMicrobatches(
             stats.plan, batch, torch.device("cpu"), uses_temperature=False
         )
         entries = [len(prepared.head_index) for prepared in inputs]

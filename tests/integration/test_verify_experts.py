@@ -21,7 +21,7 @@ from host_models import lora
 from steps import forked_batch
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
-from forkpoint.engine.microbatches import prepare_microbatches
+from forkpoint.engine.microbatches import PreparedMicrobatches
 from forkpoint.engine.route_replay import Routes
 from forkpoint.hosts import routers as routers_module
 from forkpoint.testing import dense_run, tiny_model
@@ -80,7 +80,7 @@ def test_tokens_of_microbatches_are_tokens_of_the_batch() -> None:
     batch = forked_batch(vocab=256)
     for config in (TREE, ACROSS, WITHIN_CONFIG):
         plan = wrap(tiny_model("llama"), config).plan(batch)
-        prepared = prepare_microbatches(plan, batch, torch.device("cpu"))
+        prepared = PreparedMicrobatches(plan, batch, torch.device("cpu"))
         tokens = np.concatenate([inputs.tokens for inputs in prepared])
         assert len(tokens) == plan.computed_tokens
         keys = Routes.to_record(batch).keys_T

@@ -19,7 +19,7 @@ from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.host_cache import HostCache
 from forkpoint.engine.media import Encoding
-from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
+from forkpoint.engine.microbatches import MicrobatchInputs, PreparedMicrobatches
 from forkpoint.engine.objective import (
     CoupledLosses,
     LossPart,
@@ -228,9 +228,9 @@ class Engine:
             self.host.watch_routers(note, changes, choose)
 
     @cached_property
-    def inputs(self) -> list[MicrobatchInputs]:
+    def inputs(self) -> PreparedMicrobatches:
         """Inputs of the plan's microbatches."""
-        return prepare_microbatches(
+        return PreparedMicrobatches(
             self.plan,
             self.batch,
             self.host.device,

@@ -23,7 +23,7 @@ from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import (
     CacheView,
     MicrobatchInputs,
-    prepare_microbatches,
+    PreparedMicrobatches,
 )
 from forkpoint.engine.objective import LossPart, MicrobatchLoss, TokenValues
 from forkpoint.engine.prefix_cache import PrefixCache
@@ -168,5 +168,5 @@ def idle_inputs(device: torch.device, split: Places) -> tuple[Plan, MicrobatchIn
     """Dummy microbatch for slots in which this rank has no work: one untrained token."""
     batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
     plan = make_plan(batch, config=Config(sharing="none", boundary="within"))
-    (inputs,) = prepare_microbatches(plan, batch, device, split=split)
+    (inputs,) = PreparedMicrobatches(plan, batch, device, split=split)
     return plan, inputs

@@ -1,11 +1,13 @@
 """A plan's microbatches as tensors: tokens, positions, attention tables, and inputs of the head."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.device import on_device
@@ -198,55 +200,82 @@ def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, in
     return runs
 
 
-def prepare_microbatches(
-    plan: Plan,
-    batch: RolloutBatch,
-    device: torch.device,
-    *,
-    uses_temperature: bool = True,
-    split: Places = ALL_PLACES,
-    axes_AT: IntArray | None = None,
-) -> list[MicrobatchInputs]:
-    """Make the tensors of every microbatch of a plan. Copies to the device are asynchronous.
-
-    Args:
-        uses_temperature: whether the head's outputs depend on temperatures, as a critic's do not.
-        split: which places of a microbatch this rank runs.
-        axes_AT: positions of the batch's tokens (`Host.positions`); None: positions on paths.
+class PreparedMicrobatches(Sequence[MicrobatchInputs]):
+    """Inputs of every microbatch of a plan, made when each is first read, so that the device runs
+    a microbatch while the host makes the inputs of the next. Copies to the device are asynchronous.
     """
-    forest = plan.forest
-    token_edge = forest.token_edges(batch.offsets)
-    entries = entries_of(forest.edges, token_edge, batch, uses_temperature=uses_temperature)
-    trained = entries.trained
-    temperature = np.ones(entries.numbers)
-    rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
-    temperature[entries.of_trained] = batch.temperatures[rollout_of[trained]]
-    label = np.zeros(entries.numbers, np.int64)
-    label[entries.of_trained] = batch.token_ids[trained]
-    uses_temperature = uses_temperature and bool((batch.temperatures != 1.0).any())
-    microbatch_of_edge = np.zeros(forest.edges, np.int64)
-    # Among the entries of its microbatch.
-    place_of_entry = np.full(entries.numbers, -1, np.int64)
-    pending = []
-    first_token, first_edge = forest.segment_tokens(batch.offsets), forest.edge_offsets
-    for microbatch in plan.microbatches:
+
+    def __init__(
+        self,
+        plan: Plan,
+        batch: RolloutBatch,
+        device: torch.device,
+        *,
+        uses_temperature: bool = True,
+        split: Places = ALL_PLACES,
+        axes_AT: IntArray | None = None,
+    ) -> None:
+        """
+        Args:
+            uses_temperature: whether the head's outputs depend on temperatures, as a critic's do
+                not.
+            split: which places of a microbatch this rank runs.
+            axes_AT: positions of the batch's tokens (`Host.positions`); None: positions on paths.
+        """
+        self._plan, self._batch, self._device = plan, batch, device
+        self._split, self._axes_AT = split, axes_AT
+        self._made: list[MicrobatchInputs | None] = [None] * len(plan.microbatches)
+        forest = plan.forest
+        token_edge = forest.token_edges(batch.offsets)
+        entries = entries_of(forest.edges, token_edge, batch, uses_temperature=uses_temperature)
+        self._entries, trained = entries, entries.trained
+        self._temperature: NDArray[np.float64] | None = None
+        """Temperature of each entry; None if all are 1."""
+        if uses_temperature and bool((batch.temperatures != 1.0).any()):
+            self._temperature = np.ones(entries.numbers)
+            rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
+            self._temperature[entries.of_trained] = batch.temperatures[rollout_of[trained]]
+        self._label = np.zeros(entries.numbers, np.int64)
+        self._label[entries.of_trained] = batch.token_ids[trained]
+        self._place_of_entry = np.full(entries.numbers, -1, np.int64)
+        """Place of each entry among those of its microbatch, if that has been made."""
+        self._first_token = forest.segment_tokens(batch.offsets)
+        microbatch_of_segment = np.zeros(len(forest.length), np.int64)
+        for microbatch in plan.microbatches:
+            microbatch_of_segment[list(microbatch.segments)] = microbatch.index
+        microbatch_of_edge = np.repeat(microbatch_of_segment, forest.length)
+        of_trained = microbatch_of_edge[token_edge[trained]]
+        self._by_microbatch = np.argsort(of_trained, kind="stable")
+        """Places in `trained`, by microbatch."""
+        bounds = np.arange(len(plan.microbatches) + 1)
+        self._bounds = np.searchsorted(of_trained[self._by_microbatch], bounds)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> MicrobatchInputs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicrobatchInputs]: ...
+    def __getitem__(self, index: int | slice) -> MicrobatchInputs | list[MicrobatchInputs]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        found = self._made[index]
+        if found is None:
+            found = self._made[index] = self._make(self._plan.microbatches[index])
+        return found
+
+    def _make(self, microbatch: Microbatch) -> MicrobatchInputs:
+        forest, entries = self._plan.forest, self._entries
+        batch, device = self._batch, self._device
         segment, step = token_steps(forest, microbatch)
-        tokens = first_token[segment] + step
+        tokens = self._first_token[segment] + step
+        axes_AT = self._axes_AT
         positions = forest.start[segment] + step if axes_AT is None else axes_AT[:, tokens]
-        edges = first_edge[segment] + step
-        microbatch_of_edge[edges] = microbatch.index
-        places, numbers = entries.at(edges)
-        place_of_entry[numbers] = np.arange(len(numbers))
-        pending.append((microbatch, segment, tokens, positions, places, numbers))
-    microbatch_of_token = microbatch_of_edge[token_edge[trained]]
-    by_microbatch = np.argsort(microbatch_of_token, kind="stable")
-    bounds = np.searchsorted(
-        microbatch_of_token[by_microbatch], np.arange(len(plan.microbatches) + 1)
-    )
-    prepared = []
-    for microbatch, segment, tokens, positions, places, numbers in pending:
-        here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
-        of = split.of(microbatch)
+        places, numbers = entries.at(forest.edge_offsets[segment] + step)
+        self._place_of_entry[numbers] = np.arange(len(numbers))
+        here = self._by_microbatch[slice(*self._bounds[microbatch.index : microbatch.index + 2])]
+        of = self._split.of(microbatch)
         own, entries_here = of.own(len(tokens)), of.own_entries(places)
         count, padding = len(numbers), 0
         if own is not None:
@@ -255,26 +284,25 @@ def prepare_microbatches(
         length = len(tokens) - padding
         if entries_here is not None:
             numbers, places = numbers[entries_here[0]], entries_here[1]
-        temperatures = on_device(temperature[numbers], device) if uses_temperature else None
-        prepared.append(
-            MicrobatchInputs(
-                microbatch=microbatch,
-                part=microbatch.parts[split.rank] if microbatch.parts else microbatch,
-                input_ids=on_device(batch.token_ids[tokens][None], device),
-                position_ids=on_device(np.expand_dims(positions, -2), device),
-                head_index=on_device(places, device),
-                head_labels=on_device(label[numbers], device),
-                head_temperatures=temperatures,
-                trained_tokens=trained[here],
-                trained_entry=place_of_entry[entries.of_trained[here]],
-                tokens=tokens[:length],
-                segments=segment[:length],
-                entries=count,
-                own_entries=None if entries_here is None else on_device(entries_here[0], device),
-                media=_media_rows(batch, tokens, device),
-            )
+        temperature = self._temperature
+        return MicrobatchInputs(
+            microbatch=microbatch,
+            part=microbatch.parts[self._split.rank] if microbatch.parts else microbatch,
+            input_ids=on_device(batch.token_ids[tokens][None], device),
+            position_ids=on_device(np.expand_dims(positions, -2), device),
+            head_index=on_device(places, device),
+            head_labels=on_device(self._label[numbers], device),
+            head_temperatures=(
+                None if temperature is None else on_device(temperature[numbers], device)
+            ),
+            trained_tokens=entries.trained[here],
+            trained_entry=self._place_of_entry[entries.of_trained[here]],
+            tokens=tokens[:length],
+            segments=segment[:length],
+            entries=count,
+            own_entries=None if entries_here is None else on_device(entries_here[0], device),
+            media=_media_rows(batch, tokens, device),
         )
-    return prepared
 
 
 def _media_rows(batch: RolloutBatch, tokens: IntArray, device: torch.device) -> MediaRows | None:

@@ -263,7 +263,7 @@ class Activations(Feature):
     def __init__(
         self,
         plan: Plan,
-        prepared: list[MicrobatchInputs],
+        prepared: Sequence[MicrobatchInputs],
         host: Host,
         staging: Staging | None,
         stats: OffloadStats | None,

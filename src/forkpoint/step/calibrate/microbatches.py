@@ -17,7 +17,7 @@ from forkpoint.engine.engine import Engine, PassResult
 from forkpoint.engine.microbatches import (
     CacheView,
     MicrobatchInputs,
-    prepare_microbatches,
+    PreparedMicrobatches,
 )
 from forkpoint.engine.offload import storage_id
 from forkpoint.engine.prefix_cache import PrefixCache
@@ -342,7 +342,7 @@ def _prepared(
 ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
     """Inputs of the only microbatch of a plan, and its forward, which returns log-probs."""
     plan = make_plan(batch, host.shape, config)
-    (inputs,) = prepare_microbatches(plan, batch, host.device)
+    (inputs,) = PreparedMicrobatches(plan, batch, host.device)
     forward = plan.program.instructions[0]
 
     def run(inputs: MicrobatchInputs) -> Tensor:
