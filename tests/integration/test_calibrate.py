@@ -38,7 +38,7 @@ from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import BlockTimes, Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts
-from forkpoint.tree import Table
+from forkpoint.tree import Table, full_table
 
 MODEL = CONFIG | {
     "vocab_size": 512,
@@ -481,7 +481,8 @@ def test_the_least_time_of_each_block_counts_without_the_first_run() -> None:
 
 @pytest.mark.parametrize("long_ms", [None, 0.03, 0.25])
 def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
-    """With made-up times: 2 and 3 ms a block, 1 and 2 ms a launch, for every other block."""
+    """With made-up times: 2 and 3 ms a block, for every other block 1 and 2 ms for the first
+    additional launch, and half of that for the others."""
 
     def block(more: float) -> tuple[float, float]:
         return 2.0 + more, 3.0 + 2 * more
@@ -490,7 +491,7 @@ def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
         reader = (4.0 + 3.5 * layers, 5.0 + 5.25 * layers)
         return StepTimes(reader, 6.0 + 0.5 * layers, (2.25, 2.5), (3.5, 5.25))
 
-    blocks = {"plain": block(0.0), "forked": block(0.5)}
+    blocks = {"plain": block(0.0), "forked": block(0.5), "tree": block(0.5 + 3 * 0.25)}
     if long_ms is not None:
         blocks["long"] = block(long_ms)
     half = SimpleNamespace(blocks=[None] * 8, shape=SimpleNamespace(windows=(0, 64) * 4))
@@ -502,6 +503,7 @@ def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
         "host_write_ms": (0.25, 0.0),
         "host_read_ms": (1.0, 1.75),
         "host_launch_ms": (1.0, 2.0),
+        "host_more_ms": (0.5, 1.0),
         "host_long_ms": (long_ms, 2 * long_ms),
     }
     assert calibrator._host_step({1: step(1), 8: step(8)}) == (6.0, 0.5)
@@ -569,6 +571,19 @@ def test_rows_have_short_segments_whose_attention_is_not_part_of_a_block() -> No
     rest = calibrator._rest(sizes, timed, segments, head)
     assert (block.forward, block.backward) == ((pytest.approx(3),) * 2, (pytest.approx(5),) * 2)
     assert (*rest.forward, *rest.backward) == pytest.approx((2, 2, 2, 2))
+
+
+def test_rows_of_the_host_have_a_launch_for_each_fork() -> None:
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    clock = Clock(host.device, repeats=1, busy_products=0)
+    rows = Rows(clock, kernel="auto", vocab=64, segment_tokens=16)
+    config = Config(sharing="group", boundary="within")
+    for forks, count in ((0, 1), (1, 2), (1, 4), (4, 5)):
+        plan = make_plan(rows._group(24, 8, count, max(1, forks)), host.shape, config)
+        (microbatch,) = plan.microbatches
+        launches = full_table(plan.forest, microbatch, plan.cache_of).launches
+        assert len(launches) == 1 + forks, (forks, count)
+    rows.host_row(host, 24, 8, 5, shares=True, forks=4).run()
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])

@@ -71,8 +71,10 @@ def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
         assert unknown.host(leaf, backward=True) == 4 * 2.0
 
 
-def test_each_further_launch_takes_the_host_as_long() -> None:
-    measured = made_up(host_block_ms=(1.0, 2.0), host_launch_ms=(2.0, 3.0), host_rest_ms=(7.0, 8.0))
+@pytest.mark.parametrize("more", [None, (0.5, 1.0)])
+def test_each_further_launch_takes_time_of_the_host(more: tuple[float, float] | None) -> None:
+    issued = {"host_block_ms": (1.0, 2.0), "host_rest_ms": (7.0, 8.0), "host_more_ms": more}
+    measured = made_up(host_launch_ms=(2.0, 3.0), **issued)
     # Prompt, first turn and second turn: the last two read what is above them by a launch a level.
     rows = [[1] * 20 + [2 + i] * 20 + [5 + i + 2 * j] * 20 for i in (0, 1) for j in (0, 1)]
     mask = np.arange(60) >= 20
@@ -81,16 +83,20 @@ def test_each_further_launch_takes_the_host_as_long() -> None:
     plan = make_plan(batch, SHAPE, config, calibration=measured)
     (microbatch,) = plan.microbatches
     launches = len(full_table(plan.forest, microbatch, plan.cache_of).launches)
-    assert launches >= 2
+    assert launches >= 3
+    each = more or (2.0, 3.0)  # without a measurement as long as the first
+    forward, backward = (
+        first + (launches - 2) * later for first, later in zip((2.0, 3.0), each, strict=True)
+    )
     meter = meter_of(plan, measured)
-    assert meter.host(microbatch, backward=False) == 4 * (1 + (launches - 1) * 2) + 7
-    assert meter.host(microbatch, backward=True) == 4 * (2 + (launches - 1) * 3) + 8
+    assert meter.host(microbatch, backward=False) == 4 * (1 + forward) + 7
+    assert meter.host(microbatch, backward=True) == 4 * (2 + backward) + 8
     windowed = replace(SHAPE, windows=(0, 8, 0, 8))
     measured = replace(measured, shape=windowed)
     plan = make_plan(batch, windowed, config, calibration=measured)
     # Layers with a window gather keys for one launch.
     host = meter_of(plan, measured).host(plan.microbatches[0], backward=False)
-    assert host == 4 * 1 + 2 * (launches - 1) * 2 + 7
+    assert host == 4 * 1 + 2 * forward + 7
 
 
 def test_the_host_prepares_a_step_and_writes_and_reads_prefix_caches() -> None:

@@ -176,7 +176,10 @@ class Calibration:
     host_rest_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host to issue the work outside of blocks."""
     host_launch_ms: tuple[float, float] = (0.0, 0.0)
-    """Time of the host for each additional launch of a block's attention; zeros if not measured."""
+    """Time of the host for the first additional launch of a block's attention; zeros if not
+    measured."""
+    host_more_ms: tuple[float, float] | None = None
+    """Time of the host for each later one; None: as for the first, in files of earlier versions."""
     walk_ms: tuple[float, float] = (0.0, 0.0)
     """Smallest time of an additional launch in one layer: forward per key of its longest sequence,
     and backward per query. A block of queries reads all keys one after another."""

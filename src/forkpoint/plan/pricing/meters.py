@@ -366,7 +366,9 @@ class MeasuredMeter(ShapeMeter):
         time = self.shape.layers * block + found.host_rest_ms[way]
         if full and (found.host_launch_ms[way] or found.host_long_ms[way]):
             first, *further = self._launches_of(microbatch, 0)
-            time += full * found.host_launch_ms[way] * len(further)
+            more = found.host_launch_ms if found.host_more_ms is None else found.host_more_ms
+            time += full * found.host_launch_ms[way] * bool(further)
+            time += full * more[way] * max(0, len(further) - 1)
             time += full * found.host_long_ms[way] * first.long_sequences
         layers = self.shape.attention_layers
         time += layers * found.host_write_ms[way] * bool(microbatch.children)

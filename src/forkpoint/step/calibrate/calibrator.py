@@ -32,6 +32,7 @@ FEWEST_FILLED, FILLED_BYTES = 8192, 1 << 28
 """If the queries of a launch that fills the device would take more than these bytes, it has fewer
 tokens than the effort says, but at least this number."""
 RESPONSE_TOKENS = 16
+FORKS = 4
 LEAST_LONG_MS = 0.1
 """A smaller additional host time of a long sequence is noise: such sequences run with others."""
 
@@ -206,6 +207,9 @@ def calibrate(
         of_rows = {
             "plain": whole.host_row(deep, sizes[0], RESPONSE_TOKENS),
             "forked": whole.host_row(deep, sizes[0], RESPONSE_TOKENS, 2, shares=True),
+            "tree": whole.host_row(
+                deep, sizes[0], RESPONSE_TOKENS, 1 + FORKS, shares=True, forks=FORKS
+            ),
             "long": whole.host_row(deep, LONG_TOKENS, RESPONSE_TOKENS, 2),
         }
     samples: dict[str, Sample] = {f"{name} step": each for name, each in of_steps.items()}
@@ -322,10 +326,11 @@ def _host_times(
 
     step: times of a step of this model.
     blocks: time of a block of a microbatch with one sequence ("plain"), with an additional launch
-        ("forked"), and with two long sequences ("long"), unless the model does not support these.
+        ("forked"), with FORKS of them ("tree"), and with two long sequences ("long"), unless the
+        model does not support these.
     """
     layers, full = len(host.blocks), max(host.shape.windows.count(0), 1)
-    plain, forked = blocks["plain"], blocks["forked"]
+    plain, forked, tree = blocks["plain"], blocks["forked"], blocks["tree"]
     long = blocks.get("long", plain)
     found: dict[str, list[float]] = {}
     for way in (0, 1):
@@ -340,6 +345,7 @@ def _host_times(
             "write": step.prompt_block[way] - block,
             "read": step.reader_block[way] - block - launch,
             "launch": launch * layers / full,
+            "more": (tree[way] - forked[way]) / (FORKS - 1) * layers / full,
             "long": long_ms if long_ms >= LEAST_LONG_MS else 0.0,
         }
         for name, ms in each.items():

@@ -202,10 +202,17 @@ class Rows:
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
     def host_row(
-        self, host: ModelHost, prompt: int, response: int, count: int = 1, *, shares: bool = False
+        self,
+        host: ModelHost,
+        prompt: int,
+        response: int,
+        count: int = 1,
+        *,
+        shares: bool = False,
+        forks: int = 1,
     ) -> HostRow:
         """One microbatch of `count` responses to a prompt. `shares`: whether the prompt runs once,
-        so that there is an additional launch."""
+        so that there is an additional launch for each of `forks`."""
         config = Config(
             sharing="group" if shares else "none",
             boundary="within",
@@ -213,7 +220,7 @@ class Rows:
             checkpointing="none",
             attention_kernel=self.kernel,
         )
-        return HostRow(host, self._group(prompt, response, count), config)
+        return HostRow(host, self._group(prompt, response, count, forks), config)
 
     def host_step(self, host: ModelHost, prompt: int, response: int, count: int = 2) -> HostStep:
         """A step of a prompt of `prompt` tokens, and `count` responses to it."""
@@ -310,10 +317,14 @@ class Rows:
         token = max(0.0, (found[1] - found[0]) / (sizes[-1] - sizes[-2]))
         return max(0.0, found[0] - token * sizes[-2]), token
 
-    def _group(self, prompt: int, response: int, count: int) -> RolloutBatch:
-        """Rollouts of one prompt, whose responses differ in their first tokens."""
+    def _group(self, prompt: int, response: int, count: int, forks: int = 1) -> RolloutBatch:
+        """Rollouts of one prompt, which part from the first one at `forks` tokens in turn, the last
+        of which is the first of the response."""
         ids = np.random.default_rng(0).integers(0, self.vocab, (count, prompt + response))
-        ids[:, :prompt], ids[:, prompt] = ids[0, :prompt], np.arange(count)
+        for row in range(1, count):
+            shared = prompt - (row - 1) % forks
+            ids[row, :shared], ids[row, shared] = ids[0, :shared], ids[0, shared] - row
+        ids %= self.vocab
         mask = np.arange(prompt + response) >= prompt
         return RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
 
