@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +285,43 @@ def test_short_forks_are_left_out_where_their_launches_cost_more(length: int, ms
     for asked in ("group", "tree"):
         assert planned(ms, asked).least_segment == 0, "all is shared that was asked for"
     assert planned(ms, able=Capabilities()).least_segment == 0
+
+
+@pytest.mark.parametrize(("launch_ms", "sharing"), [(0.2, "group"), (0.5, "none"), (0.9, "none")])
+def test_a_plan_that_is_faster_only_on_a_fast_host_is_not_chosen(
+    launch_ms: float, sharing: str
+) -> None:
+    """Dense takes the device 6.2 ms. The host takes 0.8 ms and 8 launches for a plan that
+    shares."""
+    measured = made_up(host_block_ms=(0.1, 0.1), host_launch_ms=(launch_ms, launch_ms))
+    config, batch = Config(boundary="within"), group(101, 30, 4)
+    plan = make_plan(batch, SHAPE, config, calibration=measured)
+    assert plan.sharing == sharing
+    (one,) = (c for c in plan.candidates if c.sharing == "group")
+    dense = min(c.cost for c in plan.candidates if c.sharing == "none" and c.cost)
+    faster = bool(one.cost and one.cost < 0.97 * dense)
+    assert faster == (launch_ms < 0.9)
+    fast_host = "plans that share cost less than dense only on a fast host"
+    assert (plan.reason == fast_host) == (faster and sharing == "none")
+    assert (one.refused == planner.NEEDS_FAST_HOST) == (plan.reason == fast_host)
+    asked = make_plan(batch, SHAPE, replace(config, sharing="group"), calibration=measured)
+    assert asked.sharing == "group" and asked.predicted_ms == one.cost
+    on_device = replace(measured, host_block_ms=(0.0, 0.0), host_launch_ms=(0.0, 0.0))
+    assert make_plan(batch, SHAPE, config, calibration=on_device).sharing == "group"
+
+
+def test_a_slower_host_takes_longer_for_everything() -> None:
+    names = {f.name: f for f in fields(Calibration) if f.name.startswith("host_")}
+    measured = made_up(
+        **{n: 2.0 if n == "host_token_ms" else (1.0, 3.0) for n in names}, walk_ms=(5.0, 7.0)
+    )
+    slower = measured.with_slower_host(1.5)
+    for name in names:
+        wanted = 3.0 if name == "host_token_ms" else (1.5, 4.5)
+        assert getattr(slower, name) == wanted, name
+    same = {n: getattr(measured, n) for n in names}
+    assert replace(slower, **same) == measured
+    assert made_up().with_slower_host(2.0) == made_up()
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:

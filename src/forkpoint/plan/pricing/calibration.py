@@ -12,7 +12,7 @@ import re
 import tempfile
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,11 @@ SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
 MOST_BYTES = 1 << 24
 RATES = ("causal", "rectangle")
+HOST_TIMES = tuple(
+    f"host_{name}_ms"
+    for name in ("block", "rest", "launch", "more", "write", "read", "long", "step")
+)
+"""Fields with two times of the host, of the forward and the backward, or of a step and a layer."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,15 @@ class Calibration:
         link = "" if self.link is None else f", {self.link.describe()}"
         torch = self.versions.get("torch")
         return f"measured on {self.device}, blocks {compiled}, torch {torch}{link}"
+
+    def with_slower_host(self, factor: float) -> "Calibration":
+        """This with times of the host that are `factor` times as long."""
+        slower = {name: getattr(self, name) for name in HOST_TIMES if getattr(self, name)}
+        return replace(
+            self,
+            host_token_ms=factor * self.host_token_ms,
+            **{name: (factor * forward, factor * back) for name, (forward, back) in slower.items()},
+        )
 
     def check_shape(self, shape: ModelShape) -> None:
         """Raise ConfigError for a model that this was not measured for.
