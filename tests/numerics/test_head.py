@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.ops.head import STATISTICS, token_outputs
+from forkpoint.ops.head import STATISTICS, logprobs, token_outputs
 from head_reference import logits_reference, token_logprobs, token_logprobs_reference
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
@@ -121,8 +121,9 @@ def test_gradients_nobody_needs_stay_none(wanted):
     if wanted:
         with Recorder() as recorder:
             logprobs_T.sum().backward()
-        # One product for each; the logits are made by another operation, which adds the bias.
-        assert recorder.names["mm"] == len({"hidden_TC", "weight_VC"} & set(wanted))
+        # One product for each, and one for the logits.
+        products = sum(recorder.names[name] for name in ("mm", "addmm", "addmm_"))
+        assert products == 1 + len({"hidden_TC", "weight_VC"} & set(wanted))
     for name, leaf in leaves.items():
         assert (leaf.grad is not None) == (name in wanted)
 
@@ -369,7 +370,8 @@ def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast, kee
         plain = run(plain_logits, leaves, rest)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            ours = run(token_logprobs, leaves, rest, chunk_tokens=128, keep_logits=keep)
+            # Kept logits are two tensors.
+            ours = run(token_logprobs, leaves, rest, chunk_tokens=64, keep_logits=keep)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for name, value in exact.items():
@@ -429,3 +431,26 @@ def test_the_fused_softmax_in_one_pass(vocab, scaled, entropy):
         assert ours_Tv.data_ptr() == given_Tv.data_ptr()
         wanted_Tv = gradient_TV[:, begin:end]
         torch.testing.assert_close(ours_Tv.cpu().double(), wanted_Tv, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    find_spec("triton") is None
+    or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
+    reason="there is no CUDA device, nor Triton with its interpreter (TRITON_INTERPRET=1)",
+)
+@pytest.mark.parametrize("tokens", [23, 24, 50], ids="{} tokens".format)
+@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("options", [{}, {"entropy": False}, {"logit_scale": 0.7}], ids=str)
+def test_the_fused_head_equals_the_reference(monkeypatch, options, keep, tokens):
+    """With logits in one tensor for 24 tokens, where they are kept."""
+    monkeypatch.setattr(logprobs, "_fuses", lambda _: True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaves, rest = make(tokens, 101, 16, dtype=torch.float32, bias=False, device=device)
+    exact = {
+        n: None if x is None else x.detach().double().requires_grad_() for n, x in leaves.items()
+    }
+    expected = run(token_logprobs_reference, exact, rest, **options)
+    found = run(token_logprobs, leaves, rest, chunk_tokens=3, keep_logits=keep, **options)
+    for name, value in expected.items():
+        assert (found[name].double() - value).norm() <= 1e-5 * value.norm(), name

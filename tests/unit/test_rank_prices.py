@@ -7,8 +7,10 @@ import pytest
 
 from forkpoint import Config
 from forkpoint.errors import ConfigError
+from forkpoint.ops.head import logprobs
 from forkpoint.plan import make_plan
 from forkpoint.plan.gathering import RankCosts, gathering_cost, link_cost, prices_of
+from forkpoint.plan.pricing import meters
 from forkpoint.plan.pricing.calibration import Calibration, Curve, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import CountedMeter, meter_of
@@ -55,6 +57,16 @@ def test_kept_logits_are_those_of_a_rank() -> None:
         meter = CountedMeter(plan)
         kept[ranks] = meter.kept_bytes(microbatch) - meter.kept_bytes(without)
     assert kept == {1: 51 * 1000 * shape.dtype_bytes, 2: 26 * 1000 * shape.dtype_bytes}
+
+
+def test_many_kept_logits_need_a_sum_of_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert logprobs.KEPT_CHUNKS * Config().head_chunk_tokens == meters.KEPT_ENTRIES
+    plan = make_plan(group(3, 51, 1), SHAPE, Config(sharing="none"))
+    microbatch = replace(plan.microbatches[0], keeps_logits=True)
+    few = meters.logits_bytes(microbatch, SHAPE)
+    monkeypatch.setattr(meters, "KEPT_ENTRIES", 50)
+    assert meters.logits_bytes(microbatch, SHAPE) == few + 4 * SHAPE.vocab * SHAPE.hidden
+    assert meters.logits_bytes(replace(microbatch, keeps_logits=False), SHAPE) == 0
 
 
 PRICES = LinkPrices(gathering=8.0, calls=1.0, byte=0.5, transfer=2.0)

@@ -6,13 +6,19 @@ for the backward, which saves a third of its products. The forward runs over chu
 keeps a few numbers per token: the largest logit, the sum of exponentials, the entropy. With these,
 the gradient of each logit can be computed separately, so the backward runs over slices of the
 vocabulary. The weight's gradient is then one product over all tokens for each slice. Chunks of
-tokens would add to the whole gradient many times, in a float32 copy of the largest weight. The
-result is that of a linear layer and a log-softmax in float32. On CUDA, one pass over logits
+tokens would add to the whole gradient many times, in a float32 copy of the largest weight.
+
+Kept logits are one tensor for several chunks, and their gradients add to such a copy. One tensor of
+all tokens (18.5 GB of 65,000 tokens and 152,000 entries) is refused by a GPU whose free memory is
+in smaller parts.
+
+The result is that of a linear layer and a log-softmax in float32. On CUDA, one pass over logits
 suffices in each direction (triton_softmax) if there is Triton, no softcap, and no bias, whose
 gradient is a sum of unrounded gradients.
 """
 
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +35,8 @@ from forkpoint.ops.head.vocabulary import VocabularyShard
 _NO_PROBABILITY = -1e4
 
 
+KEPT_CHUNKS = 8
+"""Number of chunks whose logits are kept as one tensor."""
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 """Names of statistics of a token's distribution, without gradients; see `token_outputs`."""
 
@@ -43,6 +51,8 @@ class _Options(NamedTuple):
     softmax_dtype: torch.dtype
     fused: bool
     keeps: bool
+    kept_tokens: int
+    """Number of tokens whose logits are kept as one tensor."""
     shard: VocabularyShard | None
 
 
@@ -84,7 +94,8 @@ def token_outputs(
         softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
         logit_scale: factor of the logits (Cohere's logit_scale).
         chunk_tokens: number of tokens whose logits exist at a time.
-        keep_logits: keep all T x V logits for the backward instead of computing them again.
+        keep_logits: keep all T x V logits for the backward instead of computing them again. If they
+            are more than a few chunks, the weight's gradient is summed in float32.
         shard: `weight_VC` and `bias_V` have only this rank's rows of the vocabulary. Labels are of
             the whole vocabulary. All ranks of the group must call this with the same tokens, and
             get the same results. The backward is collective as well.
@@ -114,6 +125,7 @@ def token_outputs(
     double = hidden_TC.dtype == torch.float64
     device_type = hidden_TC.device.type
     autocast = torch.is_autocast_enabled(device_type) and not double
+    fused = not double and bias_V is None and softcap is None and _fuses(hidden_TC.device)
     options = _Options(
         entropy=entropy,
         statistics=statistics,
@@ -122,10 +134,11 @@ def token_outputs(
         chunk_tokens=chunk_tokens,
         matmul_dtype=torch.get_autocast_dtype(device_type) if autocast else None,
         softmax_dtype=torch.float64 if double else torch.float32,
-        fused=not double and bias_V is None and softcap is None and _fuses(hidden_TC.device),
+        fused=fused,
         keeps=keep_logits
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (hidden_TC, weight_VC, bias_V)),
+        kept_tokens=chunk_tokens * (KEPT_CHUNKS if fused else 1),
         shard=shard,
     )
     if shard is not None:
@@ -159,18 +172,22 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = _cast(weight_VC, options)
         bias = None if bias_V is None else _cast(bias_V, options)
         scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
-        kept_TV = F.linear(_cast(hidden_TC, options), weight, bias) if options.keeps else None
+        kept: list[Tensor] | None = [] if options.keeps else None
         shard, vocab = options.shard, len(weight_VC)
         # For a label of another rank, the log-prob of any entry is computed and not used.
         here_T = labels_T if shard is None else labels_T.clamp(0, max(0, vocab - 1))
         if not vocab:
             max_T.fill_(-torch.inf)
             sum_T.zero_()
-        for chunk in _chunks(labels_T, options) if vocab else ():
-            if kept_TV is None:
+        for chunk in _slices(len(labels_T), options.chunk_tokens) if vocab else ():
+            if kept is None:
                 product_cV = F.linear(_cast(hidden_TC[chunk], options), weight, bias)
             else:
-                product_cV = kept_TV[chunk]
+                place = chunk.start % options.kept_tokens
+                if not place:
+                    rows = slice(chunk.start, chunk.start + options.kept_tokens)
+                    kept.append(F.linear(_cast(hidden_TC[rows], options), weight, bias))
+                product_cV = kept[-1][place : place + options.chunk_tokens]
             if others:
                 temperature_c = None if temperature_T is None else temperature_T[chunk]
                 logits_cV, _ = _logits(product_cV, temperature_c, options, copy=True)
@@ -209,8 +226,8 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T
         )
         ctx.options = options
-        # Not a saved tensor, because the backward overwrites and frees it.
-        ctx.kept_TV = kept_TV
+        # Not saved tensors, because the backward overwrites and frees them.
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*others)
         return logprobs_T, entropies_T, *others
@@ -223,65 +240,75 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs_T, grad_entropies_T, *_ = grad_outputs
         hidden_TC, weight_VC, bias_V, labels_T, _, max_T, *_ = ctx.saved_tensors
         options: _Options = ctx.options
-        kept_TV, ctx.kept_TV = ctx.kept_TV, None
-        assert (kept_TV is not None) == options.keeps, "logits are kept for one backward"
+        kept, ctx.kept = ctx.kept, None
+        assert (kept is not None) == options.keeps, "logits are kept for one backward"
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(max_T)
-        gradients_T = grad_logprobs_T, grad_entropies_T
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Kept logits need no slices if one kernel replaces them by their gradient.
-        whole = options.keeps and options.fused
-        parts = _parts(len(labels_T), len(weight_VC), options.chunk_tokens)
-        parts = [slice(0, len(weight_VC))] if whole else parts
-        if not len(weight_VC):  # the other ranks have all of the vocabulary
+        vocab, tokens = len(weight_VC), len(labels_T)
+        # Logits are computed again for all tokens and a slice of the vocabulary, or were kept for
+        # some tokens and the vocabulary.
+        parts, groups = [slice(0, vocab)], [slice(0, tokens)]
+        if kept is None:
+            parts = _parts(tokens, vocab, options.chunk_tokens)
+        else:
+            groups = _slices(tokens, options.kept_tokens)
+            kept.reverse()
+        if not vocab:  # the other ranks have all of the vocabulary
             parts = []
-        several = needs_hidden and (len(parts) > 1 or options.shard is not None)
-        grad_hidden_TC = None
-        if several:
-            grad_hidden_TC = hidden_TC.new_zeros(hidden_TC.shape, dtype=options.softmax_dtype)
-        grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
-        grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
+        wide = options.softmax_dtype
+        hidden = _cast(hidden_TC, options)
+        grad_hidden_TC = grad_weight_VC = grad_bias_V = None
+        sums_hidden, sums_weight = len(parts) > 1 or options.shard is not None, len(groups) > 1
+        if needs_hidden:
+            grad_hidden_TC = torch.zeros_like(hidden, dtype=wide if sums_hidden else None)
+        if needs_weight:
+            grad_weight_VC = torch.zeros_like(weight_VC, dtype=wide if sums_weight else None)
+        if needs_bias and bias_V is not None:
+            grad_bias_V = torch.zeros_like(bias_V, dtype=wide)
         # The backward may run with or without autocast. Only the autocast of the forward counts.
         with torch.autocast(hidden_TC.device.type, enabled=False):
-            hidden = _cast(hidden_TC, options)
-            for part in parts:
+            for rows, part in product(groups, parts):
                 weight = _cast(weight_VC[part], options)
                 bias = None if bias_V is None else _cast(bias_V[part], options)
-                if kept_TV is None:
-                    product_Tv = F.linear(hidden, weight, bias)
-                else:
-                    product_Tv = kept_TV if whole else kept_TV[:, part]
+                # Freed as soon as its gradient is.
+                logits_tv = F.linear(hidden[rows], weight, bias) if kept is None else kept.pop()
                 gradient = _fused_gradient if options.fused else _gradient
-                grad_Tv = gradient(ctx, part, product_Tv, *gradients_T)
-                del product_Tv
+                grad_entropies_t = None if grad_entropies_T is None else grad_entropies_T[rows]
+                grad_tv = gradient(
+                    ctx, rows, part, logits_tv, grad_logprobs_T[rows], grad_entropies_t
+                )
+                del logits_tv
                 if grad_bias_V is not None:
-                    grad_bias_V[part] = grad_Tv.sum(0)
-                grad_Tv = grad_Tv.to(hidden.dtype)
-                if needs_hidden and not several:
-                    grad_hidden_TC = grad_Tv @ weight
-                elif grad_hidden_TC is not None:
-                    _add_product(grad_hidden_TC, grad_Tv, weight)
+                    grad_bias_V[part] += grad_tv.sum(0)
+                grad_tv = grad_tv.to(hidden.dtype)
+                if grad_hidden_TC is not None:
+                    put = _add_product if sums_hidden else _put_product
+                    put(grad_hidden_TC[rows], grad_tv, weight)
                 if grad_weight_VC is not None:
-                    _put_product(grad_weight_VC[part], grad_Tv.T, hidden)
+                    put = _add_product if sums_weight else _put_product
+                    put(grad_weight_VC[part], grad_tv.T, hidden[rows])
+                del grad_tv
         if options.shard is not None and grad_hidden_TC is not None and grad_hidden_TC.numel():
             dist.all_reduce(grad_hidden_TC, group=options.shard.group)
         return (
             None if grad_hidden_TC is None else grad_hidden_TC.to(hidden_TC.dtype),
-            grad_weight_VC,
-            grad_bias_V,
+            None if grad_weight_VC is None else grad_weight_VC.to(weight_VC.dtype),
+            None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
             *(None, None, None),
         )
 
 
 def _gradient(
     ctx: Any,
+    rows: slice,
     part: slice,
     product_Tv: Tensor,
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
-    """The gradient of a slice of the linear layer's output."""
-    *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
+    """The gradient of the linear layer's output for some tokens and a slice of the vocabulary."""
+    labels_T, temperature_T, max_T, sum_T, entropies_T = _saved(ctx, rows)
     options: _Options = ctx.options
     logits_Tv, tanh_Tv = _logits(product_Tv, temperature_T, options)
     # d logprob / d logit_j = [j is the label] - p_j
@@ -310,6 +337,7 @@ def _gradient(
 
 def _fused_gradient(
     ctx: Any,
+    rows: slice,
     part: slice,
     product_Tv: Tensor,
     grad_logprobs_T: Tensor,
@@ -318,7 +346,7 @@ def _fused_gradient(
     """The same by one kernel, in the dtype of the logits. It overwrites the logits."""
     from forkpoint.ops.head.triton_softmax import softmax_gradient_
 
-    *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
+    labels_T, temperature_T, max_T, sum_T, entropies_T = _saved(ctx, rows)
     return softmax_gradient_(
         product_Tv,
         labels_T,
@@ -333,6 +361,11 @@ def _fused_gradient(
     )
 
 
+def _saved(ctx: Any, rows: slice) -> list[Any]:
+    """Labels, temperatures, maxima, sums and entropies of some tokens."""
+    return [None if x is None else x[rows] for x in ctx.saved_tensors[3:]]
+
+
 def _scale(labels_T: Tensor, temperature_T: Tensor | None, options: _Options) -> Tensor | None:
     """Factor of each token's logits, float32; None for 1."""
     if temperature_T is not None:
@@ -344,9 +377,8 @@ def _scale(labels_T: Tensor, temperature_T: Tensor | None, options: _Options) ->
     return None
 
 
-def _chunks(labels_T: Tensor, options: _Options) -> list[slice]:
-    size = options.chunk_tokens
-    return [slice(start, start + size) for start in range(0, len(labels_T), size)]
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(begin, begin + size) for begin in range(0, count, size)]
 
 
 def _parts(tokens: int, vocab: int, chunk_tokens: int) -> list[slice]:
@@ -408,11 +440,11 @@ def _add_product(sum_TC: Tensor, left_Tv: Tensor, right_vC: Tensor) -> None:
         sum_TC += left_Tv @ right_vC
 
 
-def _put_product(out_vC: Tensor, left_vT: Tensor, right_TC: Tensor) -> None:
-    """out_vC = left_vT @ right_TC, without rounding to 16 bits if the device supports that."""
-    if out_vC.dtype == right_TC.dtype:
-        torch.mm(left_vT, right_TC, out=out_vC)
-    elif out_vC.is_cuda and out_vC.dtype == torch.float32:
-        torch.mm(left_vT, right_TC, out_dtype=out_vC.dtype, out=out_vC)
+def _put_product(out_TC: Tensor, left_Tv: Tensor, right_vC: Tensor) -> None:
+    """out_TC = left_Tv @ right_vC, without rounding to 16 bits if the device supports that."""
+    if out_TC.dtype == right_vC.dtype:
+        torch.mm(left_Tv, right_vC, out=out_TC)
+    elif out_TC.is_cuda and out_TC.dtype == torch.float32:
+        torch.mm(left_Tv, right_vC, out_dtype=out_TC.dtype, out=out_TC)
     else:
-        out_vC.copy_(left_vT @ right_TC)
+        out_TC.copy_(left_Tv @ right_vC)

@@ -277,6 +277,9 @@ class TokenMeter(Meter):
         return 2 * max(microbatch.tokens, EFFICIENT_TOKENS)
 
 
+KEPT_ENTRIES = 8192
+"""Number of entries whose logits the head keeps as one tensor, with `head_chunk_tokens` as it is by
+default."""
 Kind = Literal["causal", "rectangle", "wide"]
 """Kinds of attention: within a segment, to an ancestor, and to an ancestor in a launch of at least
 WIDE_PAIRS."""
@@ -587,9 +590,10 @@ def _meter_by_heads(plan: Plan, calibration: Calibration | None) -> Meter:
 
 
 def logits_bytes(microbatch: Microbatch, shape: ModelShape) -> int:
-    """Bytes of the kept logits of a microbatch, in the dtype of the model."""
-    return (
-        shape.part(microbatch.num_loss_entries) * shape.vocab * shape.dtype_bytes
-        if microbatch.keeps_logits
-        else 0
-    )
+    """Bytes of the kept logits of a microbatch, in the dtype of the model, and of the sum of the
+    weight's gradient in float32 if they are several tensors."""
+    if not microbatch.keeps_logits:
+        return 0
+    entries = shape.part(microbatch.num_loss_entries)
+    sums = 4 * shape.hidden if entries > KEPT_ENTRIES else 0
+    return shape.vocab * (entries * shape.dtype_bytes + sums)
