@@ -256,6 +256,15 @@ def test_nested_tensors_with_gaps() -> None:
     assert batch.advantages.tolist() == [1, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, torch.nested.nested_tensor])
+def test_one_number_in_each_row(kind: Callable[[list[list[float]]], object]) -> None:
+    """Shape [N, 1] of any type is one number per rollout, unless rows have one token."""
+    batch = RolloutBatch.from_jagged([[2, 3, 4], [6]], [[0, 0, 1], [0]], weights=kind([[1], [2]]))
+    assert batch.weights is not None and batch.weights.tolist() == [1, 1, 1, 2]
+    one = RolloutBatch.from_jagged([[2], [6]], [[0], [0]], weights=kind([[1.0], [math.nan]]))
+    assert one.weights is not None and one.weights.tolist() == [1, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_on_a_device() -> None:

@@ -227,8 +227,10 @@ def _made(
     for field, own in _EITHER.items():
         if field in given:
             values = _on_host(field, given[field])
-            if isinstance(values, np.ndarray) and values.shape == (count, 1):
-                values = values[:, 0]
+            if _has_rows(values) and any(len(row) != 1 for row in entries.rows):
+                rows = _rows(field, values)
+                if len(rows) == count and all(len(row) == 1 for row in rows):
+                    values = [row[0] for row in rows]  # [N, 1]
             if _has_rows(values):
                 over_tokens[own] = entries.of(field, values)
             else:
