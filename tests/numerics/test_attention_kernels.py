@@ -282,3 +282,18 @@ def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.M
             shared_attention(q, k, v, table=table, deterministic=True, **options)
     expected = Asked(CPU, torch.float32, 4, 3, 7.0, 0, True, heads=2, kv_heads=1)
     assert asked == [expected, expected._replace(kv_heads=2)]
+
+
+def test_lengths_of_each_launch_begin_at_16_bytes() -> None:
+    lengths = [(3, 2500, 4), (2500, 1, 1, 1), (7,), (2, 2, 2, 2, 2)]
+    layouts = [LaunchLayout(FROM_OWN, True, 0, 0, each, each) for each in lengths]
+    table = AttentionTable(Table(tuple(layouts)))
+    parts = [part for launch in table.calls for part in launch.parts]
+    assert len(parts) == 5
+    for launch in (*table.calls, *parts):
+        for cu in (launch.cu_q, launch.cu_k, launch.cu_q_cpu, launch.cu_k_cpu):
+            assert cu.storage_offset() % 4 == 0 and cu.is_contiguous()
+            assert len(cu) == launch.count + 1 and cu[0] == 0
+    found = [tuple(launch.cu_k.diff().tolist()) for launch in table.calls]
+    assert found == lengths
+    assert [launch.cu_q_cpu.diff().tolist() for launch in parts[:3]] == [[3], [2500], [4]]

@@ -16,6 +16,9 @@ from torch import Tensor
 from forkpoint.device import on_device, to_device
 from forkpoint.tree import FROM_OWN, LONG_TOKENS, LaunchLayout, Table
 
+ALIGNED_LENGTHS = 4
+"""Number of int32 in 16 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -132,10 +135,14 @@ def _launches(layouts: Sequence[LaunchLayout], device: torch.device | str) -> li
     parts = [_cut_long(layout) for layout in layouts]
     every = [each for layout, its in zip(layouts, parts, strict=True) for each in (*its, layout)]
     cu = [np.cumsum((0, *side)) for each in every for side in (each.q_lengths, each.k_lengths)]
+    # FlashAttention-4 copies lengths that do not begin at 16 bytes, in each layer's backward.
+    padded = [np.pad(x, (0, -len(x) % ALIGNED_LENGTHS)) for x in cu]
     # Devices are explicit, because the user may have set another default device.
-    cu_cpu = torch.tensor(np.concatenate(cu), dtype=torch.int32, device="cpu")
-    sizes = list(map(len, cu))
-    cuts = zip(to_device(cu_cpu, device).split(sizes), cu_cpu.split(sizes), strict=True)
+    cu_cpu = torch.tensor(np.concatenate(padded), dtype=torch.int32, device="cpu")
+    begins = np.cumsum([0, *map(len, padded)])
+    places = [slice(at, at + len(x)) for at, x in zip(begins, cu, strict=False)]
+    cu_device = to_device(cu_cpu, device)
+    cuts = ((cu_device[place], cu_cpu[place]) for place in places)
 
     def launch(layout: LaunchLayout, parts: tuple[Launch, ...] = ()) -> Launch:
         (cu_q, cu_q_cpu), (cu_k, cu_k_cpu) = next(cuts), next(cuts)
