@@ -220,14 +220,14 @@ def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     with torch.device("cuda"):
         model = random_model(config, torch.bfloat16, 0).train()
     policy = wrap(model)
-    # What is compiled is not timed: a step without prices comes first.
+    # Libraries allocate their memory in a first step.
     policy.with_config(calibration=None).forward_backward(forked_batch(), losses.GRPO())
     model.zero_grad(set_to_none=True)
     random, before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     plan = policy.plan(forked_batch())
     (path,) = tmp_path.iterdir()
     found = Calibration.load(path)
-    assert plan.predicted_ms and found.seconds < 8
+    assert plan.predicted_ms and found.seconds - found.first_seconds < 3
     assert min(found.host_block_ms) > 0.05 and max(found.host_block_ms) < 20
     assert 0.5 < found.host_step_ms[0] + 28 * found.host_step_ms[1] < 100
     assert max(*found.host_write_ms, *found.host_read_ms) < 5
