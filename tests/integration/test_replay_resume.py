@@ -266,6 +266,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / CHECKPOINT).write_bytes(pickle.dumps(Path("x"), protocol=2)),
         "not a checkpoint that torch can read",
     ),
+    "text": (
+        lambda f: (f / CHECKPOINT).write_text("junk\n"),  # a KeyError of the unpickler
+        "not a checkpoint that torch can read",
+    ),
     "manifest": (lambda f: (f / MANIFEST).write_text("{"), "is not the manifest of a replay"),
     "version": (
         lambda f: (f / MANIFEST).write_text('{"schema": 3}'),

@@ -11,7 +11,6 @@ complete. A resumed replay writes the rows of the checkpoint again, and continue
 
 import hashlib
 import json
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -136,7 +135,9 @@ class ReplayFolder:
         if path.is_file():
             try:
                 state = torch.load(path, weights_only=True)
-            except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # of any kind where a file is damaged
                 raise ConfigError(
                     f"{path} is not a checkpoint that torch can read. Start in another folder."
                 ) from error
