@@ -60,7 +60,7 @@ def test_kept_logits_are_those_of_a_rank() -> None:
 
 
 def test_many_kept_logits_need_a_sum_of_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert logprobs.KEPT_CHUNKS * Config().head_chunk_tokens == meters.KEPT_ENTRIES
+    assert logprobs.KEPT_TOKENS == meters.KEPT_ENTRIES
     plan = make_plan(group(3, 51, 1), SHAPE, Config(sharing="none"))
     microbatch = replace(plan.microbatches[0], keeps_logits=True)
     few = meters.logits_bytes(microbatch, SHAPE)

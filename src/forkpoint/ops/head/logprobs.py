@@ -8,9 +8,9 @@ the gradient of each logit can be computed separately, so the backward runs over
 vocabulary. The weight's gradient is then one product over all tokens for each slice. Chunks of
 tokens would add to the whole gradient many times, in a float32 copy of the largest weight.
 
-Kept logits are one tensor for several chunks, and their gradients add to such a copy. One tensor of
-all tokens (18.5 GB of 65,000 tokens and 152,000 entries) is refused by a GPU whose free memory is
-in smaller parts.
+Kept logits are one tensor for each KEPT_TOKENS tokens. If they are several, their gradients add to
+such a copy. One tensor of all tokens (18.5 GB of 65,000 tokens and 152,000 entries) is refused by a
+GPU whose free memory is in smaller parts.
 
 The result is that of a linear layer and a log-softmax in float32. On CUDA, one pass over logits
 suffices in each direction (triton_softmax) if there is Triton, no softcap, and no bias, whose
@@ -18,7 +18,6 @@ gradient is a sum of unrounded gradients.
 """
 
 from importlib.util import find_spec
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,8 @@ from forkpoint.ops.head.vocabulary import VocabularyShard
 _NO_PROBABILITY = -1e4
 
 
-KEPT_CHUNKS = 8
-"""Number of chunks whose logits are kept as one tensor."""
+KEPT_TOKENS = 8192
+"""Number of tokens whose logits are kept as one tensor, rounded up to whole chunks."""
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 """Names of statistics of a token's distribution, without gradients; see `token_outputs`."""
 
@@ -94,8 +93,8 @@ def token_outputs(
         softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
         logit_scale: factor of the logits (Cohere's logit_scale).
         chunk_tokens: number of tokens whose logits exist at a time.
-        keep_logits: keep all T x V logits for the backward instead of computing them again. If they
-            are more than a few chunks, the weight's gradient is summed in float32.
+        keep_logits: keep all T x V logits for the backward instead of computing them again. With
+            more than KEPT_TOKENS tokens, the weight's gradient is summed in float32.
         shard: `weight_VC` and `bias_V` have only this rank's rows of the vocabulary. Labels are of
             the whole vocabulary. All ranks of the group must call this with the same tokens, and
             get the same results. The backward is collective as well.
@@ -125,7 +124,6 @@ def token_outputs(
     double = hidden_TC.dtype == torch.float64
     device_type = hidden_TC.device.type
     autocast = torch.is_autocast_enabled(device_type) and not double
-    fused = not double and bias_V is None and softcap is None and _fuses(hidden_TC.device)
     options = _Options(
         entropy=entropy,
         statistics=statistics,
@@ -134,11 +132,11 @@ def token_outputs(
         chunk_tokens=chunk_tokens,
         matmul_dtype=torch.get_autocast_dtype(device_type) if autocast else None,
         softmax_dtype=torch.float64 if double else torch.float32,
-        fused=fused,
+        fused=not double and bias_V is None and softcap is None and _fuses(hidden_TC.device),
         keeps=keep_logits
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (hidden_TC, weight_VC, bias_V)),
-        kept_tokens=chunk_tokens * (KEPT_CHUNKS if fused else 1),
+        kept_tokens=-(-KEPT_TOKENS // chunk_tokens) * chunk_tokens,
         shard=shard,
     )
     if shard is not None:
@@ -246,16 +244,12 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logprobs_T = torch.zeros_like(max_T)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         vocab, tokens = len(weight_VC), len(labels_T)
-        # Logits are computed again for all tokens and a slice of the vocabulary, or were kept for
-        # some tokens and the vocabulary.
-        parts, groups = [slice(0, vocab)], [slice(0, tokens)]
-        if kept is None:
-            parts = _parts(tokens, vocab, options.chunk_tokens)
-        else:
-            groups = _slices(tokens, options.kept_tokens)
-            kept.reverse()
+        size = tokens if kept is None else min(tokens, options.kept_tokens)
+        groups, parts = _slices(tokens, max(1, size)), _parts(size, vocab, options.chunk_tokens)
+        if kept is not None and options.fused:  # the kernel makes no other tensor
+            parts = [slice(0, vocab)]
         if not vocab:  # the other ranks have all of the vocabulary
-            parts = []
+            groups = []
         wide = options.softmax_dtype
         hidden = _cast(hidden_TC, options)
         grad_hidden_TC = grad_weight_VC = grad_bias_V = None
@@ -268,27 +262,32 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_bias_V = torch.zeros_like(bias_V, dtype=wide)
         # The backward may run with or without autocast. Only the autocast of the forward counts.
         with torch.autocast(hidden_TC.device.type, enabled=False):
-            for rows, part in product(groups, parts):
-                weight = _cast(weight_VC[part], options)
-                bias = None if bias_V is None else _cast(bias_V[part], options)
-                # Freed as soon as its gradient is.
-                logits_tv = F.linear(hidden[rows], weight, bias) if kept is None else kept.pop()
-                gradient = _fused_gradient if options.fused else _gradient
-                grad_entropies_t = None if grad_entropies_T is None else grad_entropies_T[rows]
-                grad_tv = gradient(
-                    ctx, rows, part, logits_tv, grad_logprobs_T[rows], grad_entropies_t
-                )
-                del logits_tv
-                if grad_bias_V is not None:
-                    grad_bias_V[part] += grad_tv.sum(0)
-                grad_tv = grad_tv.to(hidden.dtype)
-                if grad_hidden_TC is not None:
-                    put = _add_product if sums_hidden else _put_product
-                    put(grad_hidden_TC[rows], grad_tv, weight)
-                if grad_weight_VC is not None:
-                    put = _add_product if sums_weight else _put_product
-                    put(grad_weight_VC[part], grad_tv.T, hidden[rows])
-                del grad_tv
+            for rows in groups:
+                kept_tV = None if kept is None else kept.pop(0)
+                for part in parts:
+                    weight = _cast(weight_VC[part], options)
+                    bias = None if bias_V is None else _cast(bias_V[part], options)
+                    if kept_tV is None:
+                        logits_tv = F.linear(hidden[rows], weight, bias)
+                    else:
+                        logits_tv = kept_tV[:, part]
+                    gradient = _fused_gradient if options.fused else _gradient
+                    grad_entropies_t = None if grad_entropies_T is None else grad_entropies_T[rows]
+                    grad_tv = gradient(
+                        ctx, rows, part, logits_tv, grad_logprobs_T[rows], grad_entropies_t
+                    )
+                    del logits_tv
+                    if grad_bias_V is not None:
+                        grad_bias_V[part] += grad_tv.sum(0)
+                    grad_tv = grad_tv.to(hidden.dtype)
+                    if grad_hidden_TC is not None:
+                        put = _add_product if sums_hidden else _put_product
+                        put(grad_hidden_TC[rows], grad_tv, weight)
+                    if grad_weight_VC is not None:
+                        put = _add_product if sums_weight else _put_product
+                        put(grad_weight_VC[part], grad_tv.T, hidden[rows])
+                    del grad_tv
+                del kept_tV  # freed as soon as its gradient is
         if options.shard is not None and grad_hidden_TC is not None and grad_hidden_TC.numel():
             dist.all_reduce(grad_hidden_TC, group=options.shard.group)
         return (

@@ -278,8 +278,7 @@ class TokenMeter(Meter):
 
 
 KEPT_ENTRIES = 8192
-"""Number of entries whose logits the head keeps as one tensor, with `head_chunk_tokens` as it is by
-default."""
+"""Least number of entries whose logits the head keeps as one tensor."""
 Kind = Literal["causal", "rectangle", "wide"]
 """Kinds of attention: within a segment, to an ancestor, and to an ancestor in a launch of at least
 WIDE_PAIRS."""
