@@ -253,18 +253,21 @@ def test_the_simpler_plan_is_chosen_within_the_noise_of_prices(measured: bool) -
         assert planner._chosen([dense, shared]).sharing == chosen
 
 
-@pytest.mark.parametrize(("length", "ms"), [(40, 4.0), (500, 8.0)])
-def test_short_forks_are_left_out_where_their_launches_cost_more(length: int, ms: float) -> None:
-    """The second half of the responses has three equal first tokens. The prompt is shared, however
-    short it is."""
+def forked_responses(length: int) -> RolloutBatch:
+    """Responses to a prompt of `length` tokens, half of which have three equal first tokens."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 100, length).tolist()
     firsts = [[n] for n in range(4)] + [[9, 9, 9, n] for n in range(4)]
     ids = [prompt + first + rng.integers(0, 100, 50).tolist() for first in firsts]
-    batch = RolloutBatch(
+    return RolloutBatch(
         Rollout(each, [0] * length + [1] * (len(each) - length), 1.0, group_id="g") for each in ids
     )
-    ahead = Capabilities(runs_ahead=True)
+
+
+@pytest.mark.parametrize(("length", "ms"), [(40, 4.0), (500, 8.0)])
+def test_short_forks_are_left_out_where_their_launches_cost_more(length: int, ms: float) -> None:
+    """The prompt is shared, however short it is."""
+    batch, ahead = forked_responses(length), Capabilities(runs_ahead=True)
 
     def planned(launch_ms: float, sharing: Any = AUTO, able: Capabilities = ahead) -> Plan:
         measured = made_up(
@@ -308,6 +311,17 @@ def test_a_plan_that_is_faster_only_on_a_fast_host_is_not_chosen(
     assert asked.sharing == "group" and asked.predicted_ms == one.cost
     on_device = replace(measured, host_block_ms=(0.0, 0.0), host_launch_ms=(0.0, 0.0))
     assert make_plan(batch, SHAPE, config, calibration=on_device).sharing == "group"
+
+
+@pytest.mark.parametrize(("ahead", "sharing"), [(True, "group"), (False, "none")])
+def test_short_forks_are_left_out_where_they_need_a_fast_host(ahead: bool, sharing: str) -> None:
+    measured = made_up(block=line(1e-2), host_block_ms=(0.5, 1.0), host_launch_ms=(1.6, 3.2))
+    able, config = Capabilities(runs_ahead=ahead), Config(boundary="within")
+    plan = make_plan(forked_responses(20), SHAPE, config, calibration=measured, capabilities=able)
+    assert (plan.sharing, plan.least_segment) == (sharing, 64 if ahead else 0)
+    (one,) = (c for c in plan.candidates if c.sharing == "group")
+    assert one.refused == (None if ahead else planner.NEEDS_FAST_HOST)
+    assert not ahead or one.cost == plan.cost
 
 
 def test_a_slower_host_takes_longer_for_everything() -> None:

@@ -217,25 +217,32 @@ class Builder:
         combination = "tree" if sharing == "group" and self.one_group else sharing, boundary
         if combination not in self._built:
             plan = self._dealt_if_faster(self._fitting(*combination))
-            self._built[combination] = self._without_short_segments(plan, *combination)
+            self._built[combination] = self._with_fewer_segments(plan, *combination)
         return replace(self._built[combination], sharing=sharing)
 
-    def _without_short_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
+    def _with_fewer_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
         """The plan, or one in which rollouts share no short segments if that costs less.
 
         Responses to one prompt often have equal first tokens by chance.
         """
-        if self._longer is None or sharing == "none":
-            return plan
-        every, fewer = (builder._order(sharing) for builder in (self, self._longer))
-        if np.array_equal(every.shared_edges, fewer.shared_edges):
-            return plan
-        try:
-            found = self._longer.build(sharing, boundary)
-        except PlanError:
+        found = self.without_short_segments(sharing, boundary)
+        if found is None:
             return plan
         costs_less = cost_with_preference(found) < cost_with_preference(plan) * (1 - NOISE)
         return found if found.fits and (costs_less or not plan.fits) else plan
+
+    def without_short_segments(self, sharing: str, boundary: str) -> Plan | None:
+        """The plan in which rollouts share no short segments; None if it is impossible, not
+        compared, or the same."""
+        if self._longer is None or sharing == "none":
+            return None
+        every, fewer = (builder._order(sharing) for builder in (self, self._longer))
+        if np.array_equal(every.shared_edges, fewer.shared_edges):
+            return None
+        try:
+            return self._longer.build(sharing, boundary)
+        except PlanError:
+            return None
 
     @cached_property
     def _longer(self) -> "Builder | None":

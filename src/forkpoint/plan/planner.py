@@ -122,8 +122,11 @@ def make_plan(
         best = needed.index(min(needed))
         c, error = candidates[best], errors[best]
         raise PlanError(f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}")
-    fitting = [plan for plan in plans if plan.fits]
-    need_fast_host = _need_fast_host(fitting, calibration)
+    fitting, need_fast_host = _need_fast_host(
+        [plan for plan in plans if plan.fits], calibration, builder
+    )
+    costs = {(plan.sharing, plan.boundary): plan.cost for plan in fitting}
+    candidates = [replace(c, cost=costs.get((c.sharing, c.boundary), c.cost)) for c in candidates]
     able = [plan for plan in fitting if (plan.sharing, plan.boundary) not in need_fast_host]
     plan = _chosen(able) if able else least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
@@ -173,20 +176,36 @@ def noise_of(plan: Plan) -> float:
     return NOISE if plan.predicted_ms is None else MEASURED_NOISE
 
 
-def _need_fast_host(plans: list[Plan], calibration: Calibration | None) -> set[tuple[str, str]]:
-    """Sharings and boundaries of plans that cost less than dense, but not if the host is slower
-    than measured by SLOW_HOST."""
+def _need_fast_host(
+    plans: list[Plan], calibration: Calibration | None, builder: Builder
+) -> tuple[list[Plan], set[tuple[str, str]]]:
+    """The plans, and sharings and boundaries of those that cost less than dense, but not if the
+    host is slower than measured by SLOW_HOST.
+
+    Such a plan is replaced by one without short segments if that costs less than dense on both.
+    """
     dense = min((p for p in plans if p.sharing == "none"), key=lambda p: p.cost, default=None)
     if calibration is None or dense is None:
-        return set()
+        return plans, set()
     slow = calibration.with_slower_host(SLOW_HOST)
 
     def cost(plan: Plan) -> float:
         return plan_cost(plan, meter_of(plan, slow))
 
     most, most_if_slow = (each / (1 + MEASURED_NOISE) for each in (dense.cost, cost(dense)))
-    cheaper = (plan for plan in plans if plan.sharing != "none" and plan.cost <= most)
-    return {(plan.sharing, plan.boundary) for plan in cheaper if cost(plan) > most_if_slow}
+    found: list[Plan] = []
+    needing: set[tuple[str, str]] = set()
+    for plan in plans:
+        if plan.sharing == "none" or plan.cost > most or cost(plan) <= most_if_slow:
+            found.append(plan)
+            continue
+        fewer = builder.without_short_segments(plan.sharing, plan.boundary)
+        if fewer and fewer.fits and fewer.cost <= most and cost(fewer) <= most_if_slow:
+            found.append(fewer)
+        else:
+            found.append(plan)
+            needing.add((plan.sharing, plan.boundary))
+    return found, needing
 
 
 def _passed_over(
