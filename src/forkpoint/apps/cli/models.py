@@ -57,9 +57,10 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
         raise
     except Exception as error:
         reason = one_line(error).rstrip(".")
+        wrong = f"{path.name} or the weights" if model.is_dir() else path.name
         raise ConfigError(
             f"transformers cannot make and run a model of {model} ({reason}). "
-            f"Correct {path.name}, or give a model that this transformers ({__version__}) knows."
+            f"Correct {wrong}, or give a model that this transformers ({__version__}) knows."
         ) from error
     if options.gradient_checkpointing:
         enable_checkpointing(made)
