@@ -122,13 +122,14 @@ def make_plan(
         best = needed.index(min(needed))
         c, error = candidates[best], errors[best]
         raise PlanError(f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}")
-    fitting, need_fast_host = _need_fast_host(
-        [plan for plan in plans if plan.fits], calibration, builder
-    )
-    costs = {(plan.sharing, plan.boundary): plan.cost for plan in fitting}
-    candidates = [replace(c, cost=costs.get((c.sharing, c.boundary), c.cost)) for c in candidates]
-    able = [plan for plan in fitting if (plan.sharing, plan.boundary) not in need_fast_host]
-    plan = _chosen(able) if able else least_memory(plans)
+    fitting = [plan for plan in plans if plan.fits]
+    need_fast_host: set[tuple[str, str]] = set()
+    if fitting:
+        plan, fitting, need_fast_host = _chosen_for_any_host(fitting, calibration, builder)
+        costs = {_combination(each): each.cost for each in fitting}
+        candidates = [replace(c, cost=costs.get(_combination(c), c.cost)) for c in candidates]
+    else:
+        plan = least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
     candidates = [
         replace(c, refused=c.refused or _passed_over(c, plan, need_fast_host)) for c in candidates
@@ -176,36 +177,36 @@ def noise_of(plan: Plan) -> float:
     return NOISE if plan.predicted_ms is None else MEASURED_NOISE
 
 
-def _need_fast_host(
+def _combination(of: Plan | Candidate) -> tuple[str, str]:
+    return of.sharing, of.boundary
+
+
+def _chosen_for_any_host(
     plans: list[Plan], calibration: Calibration | None, builder: Builder
-) -> tuple[list[Plan], set[tuple[str, str]]]:
-    """The plans, and sharings and boundaries of those that cost less than dense, but not if the
-    host is slower than measured by SLOW_HOST.
+) -> tuple[Plan, list[Plan], set[tuple[str, str]]]:
+    """The chosen plan, the plans, and sharings and boundaries of those that are passed over because
+    they do not cost less than dense if the host is slower than measured by SLOW_HOST.
 
     Such a plan is replaced by one without short segments if that costs less than dense on both.
     """
+    plan, needing = _chosen(plans), set[tuple[str, str]]()
     dense = min((p for p in plans if p.sharing == "none"), key=lambda p: p.cost, default=None)
-    if calibration is None or dense is None:
-        return plans, set()
+    if calibration is None or dense is None or plan.sharing == "none":
+        return plan, plans, needing
     slow = calibration.with_slower_host(SLOW_HOST)
 
     def cost(plan: Plan) -> float:
         return plan_cost(plan, meter_of(plan, slow))
 
     most, most_if_slow = (each / (1 + MEASURED_NOISE) for each in (dense.cost, cost(dense)))
-    found: list[Plan] = []
-    needing: set[tuple[str, str]] = set()
-    for plan in plans:
-        if plan.sharing == "none" or plan.cost > most or cost(plan) <= most_if_slow:
-            found.append(plan)
-            continue
-        fewer = builder.without_short_segments(plan.sharing, plan.boundary)
+    while plan.sharing != "none" and plan.cost <= most and cost(plan) > most_if_slow:
+        fewer = builder.without_short_segments(*_combination(plan))
         if fewer and fewer.fits and fewer.cost <= most and cost(fewer) <= most_if_slow:
-            found.append(fewer)
+            plans = [fewer if p is plan else p for p in plans]
         else:
-            found.append(plan)
-            needing.add((plan.sharing, plan.boundary))
-    return found, needing
+            needing.add(_combination(plan))
+        plan = _chosen([p for p in plans if _combination(p) not in needing])
+    return plan, plans, needing
 
 
 def _passed_over(
@@ -216,7 +217,7 @@ def _passed_over(
     if cost is None or cost >= chosen.cost:
         return None
     noise = noise_of(chosen)
-    if (candidate.sharing, candidate.boundary) in need_fast_host:
+    if _combination(candidate) in need_fast_host:
         return NEEDS_FAST_HOST
     if chosen.cost <= cost * (1 + noise):
         return f"cheaper by less than {noise:.1%}; the simpler plan is chosen"
