@@ -173,7 +173,7 @@ def _plan(plan: Plan, totals: Totals) -> str:
     if totals.batches > 1:
         kind, count = totals.kinds.most_common(1)[0]
         others = f", others in {totals.batches - count:,}" if count < totals.batches else ""
-        why = "as asked" if plan.reason == "as asked" else "predicted to be fastest"
+        why = "as asked" if plan.reason == "as asked" else "chosen by predicted cost"
         return f"{kind} in {count:,} batches{others}, {why}"
     able = sum(candidate.cost is not None for candidate in plan.candidates)
     chosen = f", chosen of {able}" if able > 1 and plan.sharing != "none" else ""
@@ -197,7 +197,7 @@ def further(
     if partings.needless is not None:
         return MOVE
     if all(kind.startswith("none ") for kind in totals.kinds):
-        return "sharing saves nothing here; --details shows the compared plans"
+        return "dense training is chosen; --details shows the compared plans"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
     return f"forkpoint verify {shlex.quote(file)} --model {weights} (or --details)"
 
