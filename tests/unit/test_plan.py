@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
-from forkpoint.plan import Plan, make_plan, planner
+from forkpoint.plan import Plan, builder, make_plan, planner
 from forkpoint.plan.plan import fingerprint
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
@@ -155,6 +155,31 @@ def test_a_largest_length_is_kept_to_and_shortened_if_memory_is_short(*, measure
         automatic = within(budget, max_microbatch_tokens=None)
         assert short.cost <= automatic.cost * 1.05
         assert max(m.tokens for m in short.microbatches) <= 3000
+
+
+@pytest.mark.parametrize("first", [1, 7])
+def test_sharing_over_the_batch_is_built_only_if_groups_share(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Prompts of two groups with equal or different first tokens."""
+    made: list[str] = []
+    build = builder.Builder._fitting
+
+    def counted(self: Any, sharing: str, boundary: str) -> Plan:
+        made.append(sharing)
+        return build(self, sharing, boundary)
+
+    monkeypatch.setattr(builder.Builder, "_fitting", counted)
+    rows = [
+        [one, *range(10, 600), 700 + n, 5] for one, n in ((1, 0), (1, 1), (first, 2), (first, 3))
+    ]
+    batch = batch_of(rows, ["a", "a", "b", "b"])
+    plan = make_plan(batch, SHAPE, Config(boundary="within"))
+    costs = {c.sharing: c.cost or 0.0 for c in plan.candidates}
+    assert made == ["none", "group", "tree"][: 3 if first == 1 else 2]
+    assert (costs["tree"] < costs["group"]) == (first == 1) and costs["group"] < costs["none"]
+    asked = make_plan(batch, SHAPE, Config(sharing="tree", boundary="within"))
+    assert (asked.sharing, asked.cost) == ("tree", costs["tree"])
 
 
 def test_logits_are_kept_where_a_budget_has_room() -> None:

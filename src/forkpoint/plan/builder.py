@@ -165,7 +165,6 @@ class Builder:
             self._classes(np.zeros(len(self.batch), np.int64))
         )
         self.longest: int = int(self.tree_order.edges.max(initial=1))
-        self.one_group: bool = len(np.unique(self.batch.group_index)) == 1
 
     @cached_property
     def dense_work(self) -> Work:
@@ -198,6 +197,13 @@ class Builder:
             self._orders[sharing] = order
         return self._orders[sharing]
 
+    @cached_property
+    def _groups_share_all(self) -> bool:
+        """Whether rollouts of different groups share nothing, so that sharing over the batch equals
+        sharing within groups."""
+        group, tree = (self._order(sharing).new_edges.sum() for sharing in ("group", "tree"))
+        return bool(group == tree)
+
     def _forest(self, sharing: str) -> Forest:
         """The forest of an order, cut only at ends of prompts. It does not depend on the lengths of
         microbatches."""
@@ -213,8 +219,8 @@ class Builder:
 
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
-        # With a single group, sharing within groups equals sharing over the batch.
-        combination = "tree" if sharing == "group" and self.one_group else sharing, boundary
+        same = sharing == "tree" and self._groups_share_all
+        combination = "group" if same else sharing, boundary
         if combination not in self._built:
             plan = self._dealt_if_faster(self._fitting(*combination))
             self._built[combination] = self._with_fewer_segments(plan, *combination)
