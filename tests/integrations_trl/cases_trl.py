@@ -39,7 +39,8 @@ GRPO: dict[str, dict[str, Any]] = {
         **LATER,
     },
     "off-policy mask": {"off_policy_mask_threshold": 0.001, **LATER},
-    "top entropies": {"top_entropy_quantile": 0.3},
+    # At 0.3 a threshold is an entropy that several tokens have, and rounding decides.
+    "top entropies": {"top_entropy_quantile": 0.5},
     "entropy bonus": {"entropy_coef": 0.1},
     "adaptive entropy": {"entropy_coef": 0.1, "use_adaptive_entropy": True},
     "truncated completions masked": {
