@@ -503,7 +503,7 @@ def test_times_of_the_host_are_those_of_blocks(long_ms: float | None) -> None:
         "host_write_ms": (0.25, 0.0),
         "host_read_ms": (1.0, 1.75),
         "host_launch_ms": (1.0, 2.0),
-        "host_more_ms": (0.5, 1.0),
+        "host_later_launch_ms": (0.5, 1.0),
         "host_long_ms": (long_ms, 2 * long_ms),
     }
     assert calibrator._host_step({1: step(1), 8: step(8)}) == (6.0, 0.5)

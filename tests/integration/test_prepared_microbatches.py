@@ -34,10 +34,10 @@ def values(inputs: MicrobatchInputs) -> dict[str, Any]:
 @pytest.mark.parametrize("temperatures", [(1.0,) * 4, (0.5, 1.0, 1.0, 2.0)])
 @pytest.mark.parametrize("boundary", ["within", "across"])
 def test_the_order_of_reading_does_not_matter(
-    temperatures: tuple[float, ...], boundary: str
+    temperatures: tuple[float, ...], boundary: Any
 ) -> None:
     batch = batch_of(temperatures)
-    config = Config(sharing="group", boundary=boundary, max_microbatch_tokens=24)  # type: ignore[arg-type]
+    config = Config(sharing="group", boundary=boundary, max_microbatch_tokens=24)
     plan = make_plan(batch, None, config)
     count = len(plan.microbatches)
     assert count >= 2

@@ -73,7 +73,7 @@ def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
 
 @pytest.mark.parametrize("more", [None, (0.5, 1.0)])
 def test_each_further_launch_takes_time_of_the_host(more: tuple[float, float] | None) -> None:
-    issued = {"host_block_ms": (1.0, 2.0), "host_rest_ms": (7.0, 8.0), "host_more_ms": more}
+    issued = {"host_block_ms": (1.0, 2.0), "host_rest_ms": (7.0, 8.0), "host_later_launch_ms": more}
     measured = made_up(host_launch_ms=(2.0, 3.0), **issued)
     # Prompt, first turn and second turn: the last two read what is above them by a launch a level.
     rows = [[1] * 20 + [2 + i] * 20 + [5 + i + 2 * j] * 20 for i in (0, 1) for j in (0, 1)]
@@ -254,7 +254,7 @@ def test_the_simpler_plan_is_chosen_within_the_noise_of_prices(measured: bool) -
 
 
 def forked_responses(length: int) -> RolloutBatch:
-    """Responses to a prompt of `length` tokens, half of which have three equal first tokens."""
+    """Eight responses to a prompt of `length` tokens. Four of them have equal first tokens."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 100, length).tolist()
     firsts = [[n] for n in range(4)] + [[9, 9, 9, n] for n in range(4)]

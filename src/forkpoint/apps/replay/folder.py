@@ -137,7 +137,7 @@ class ReplayFolder:
                 state = torch.load(path, weights_only=True)
             except (MemoryError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # of any kind where a file is damaged
+            except Exception as error:  # torch raises many types for damaged files
                 raise ConfigError(
                     f"{path} is not a checkpoint that torch can read. Start in another folder."
                 ) from error

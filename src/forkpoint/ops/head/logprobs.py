@@ -9,8 +9,8 @@ vocabulary. The weight's gradient is then one product over all tokens for each s
 tokens would add to the whole gradient many times, in a float32 copy of the largest weight.
 
 Kept logits are one tensor for each KEPT_TOKENS tokens. If they are several, their gradients add to
-such a copy. One tensor of all tokens (18.5 GB of 65,000 tokens and 152,000 entries) is refused by a
-GPU whose free memory is in smaller parts.
+such a copy. One tensor of all tokens (18.5 GB of 65,000 tokens and 152,000 entries) does not fit if
+the free memory of a GPU is in smaller parts.
 
 The result is that of a linear layer and a log-softmax in float32. On CUDA, one pass over logits
 suffices in each direction (triton_softmax) if there is Triton, no softcap, and no bias, whose

@@ -30,7 +30,7 @@ MOST_BYTES = 1 << 24
 RATES = ("causal", "rectangle")
 HOST_TIMES = tuple(
     f"host_{name}_ms"
-    for name in ("block", "rest", "launch", "more", "write", "read", "long", "step")
+    for name in ("block", "rest", "launch", "later_launch", "write", "read", "long", "step")
 )
 """Fields with two times of the host, of the forward and the backward, or of a step and a layer."""
 
@@ -183,7 +183,7 @@ class Calibration:
     host_launch_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host for the first additional launch of a block's attention; zeros if not
     measured."""
-    host_more_ms: tuple[float, float] | None = None
+    host_later_launch_ms: tuple[float, float] | None = None
     """Time of the host for each later one; None: as for the first, in files of earlier versions."""
     walk_ms: tuple[float, float] = (0.0, 0.0)
     """Smallest time of an additional launch in one layer: forward per key of its longest sequence,

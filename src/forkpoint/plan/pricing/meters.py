@@ -278,7 +278,7 @@ class TokenMeter(Meter):
 
 
 KEPT_ENTRIES = 8192
-"""Least number of entries whose logits the head keeps as one tensor."""
+"""Number of entries whose logits the head keeps as one tensor, without rounding to chunks."""
 Kind = Literal["causal", "rectangle", "wide"]
 """Kinds of attention: within a segment, to an ancestor, and to an ancestor in a launch of at least
 WIDE_PAIRS."""
@@ -368,9 +368,9 @@ class MeasuredMeter(ShapeMeter):
         time = self.shape.layers * block + found.host_rest_ms[way]
         if full and (found.host_launch_ms[way] or found.host_long_ms[way]):
             first, *further = self._launches_of(microbatch, 0)
-            more = found.host_launch_ms if found.host_more_ms is None else found.host_more_ms
+            later = found.host_later_launch_ms or found.host_launch_ms
             time += full * found.host_launch_ms[way] * bool(further)
-            time += full * more[way] * max(0, len(further) - 1)
+            time += full * later[way] * max(0, len(further) - 1)
             time += full * found.host_long_ms[way] * first.long_sequences
         layers = self.shape.attention_layers
         time += layers * found.host_write_ms[way] * bool(microbatch.children)

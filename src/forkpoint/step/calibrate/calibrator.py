@@ -345,7 +345,7 @@ def _host_times(
             "write": step.prompt_block[way] - block,
             "read": step.reader_block[way] - block - launch,
             "launch": launch * layers / full,
-            "more": (tree[way] - forked[way]) / (FORKS - 1) * layers / full,
+            "later_launch": (tree[way] - forked[way]) / (FORKS - 1) * layers / full,
             "long": long_ms if long_ms >= LEAST_LONG_MS else 0.0,
         }
         for name, ms in each.items():

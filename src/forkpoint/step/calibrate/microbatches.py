@@ -187,9 +187,10 @@ class Rows:
     kernel: str
     vocab: int
     segment_tokens: int
-    """Number of tokens of a segment of a row. The time of a block is that of a row less attention,
-    which short segments take little of, and which then is `Parts.causal` at that length. One
-    segment of 8,192 tokens does not fill the device as attention of a microbatch does."""
+    """Number of tokens of a segment of a row. The time of a block is that of a row less its
+    attention, which `Parts.causal` measures in launches that fill the device. Short segments have
+    little attention. The attention of one segment of 8,192 tokens does not fill the device, and
+    would take longer than what is subtracted."""
 
     def num_segments(self, tokens: int) -> int:
         """Number of segments of a row."""
@@ -211,8 +212,8 @@ class Rows:
         shares: bool = False,
         forks: int = 1,
     ) -> HostRow:
-        """One microbatch of `count` responses to a prompt. `shares`: whether the prompt runs once,
-        so that there is an additional launch for each of `forks`."""
+        """One microbatch of `count` responses to a prompt. `shares`: whether shared tokens run
+        once, which takes an additional launch for each of `forks`."""
         config = Config(
             sharing="group" if shares else "none",
             boundary="within",
@@ -318,8 +319,8 @@ class Rows:
         return max(0.0, found[0] - token * sizes[-2]), token
 
     def _group(self, prompt: int, response: int, count: int, forks: int = 1) -> RolloutBatch:
-        """Rollouts of one prompt, which part from the first one at `forks` tokens in turn, the last
-        of which is the first of the response."""
+        """Rollouts of one prompt. They diverge from the first rollout at the first token of the
+        response or, with several `forks`, at one of the tokens before it."""
         ids = np.random.default_rng(0).integers(0, self.vocab, (count, prompt + response))
         for row in range(1, count):
             shared = prompt - (row - 1) % forks
