@@ -85,7 +85,7 @@ class Config:
         head_chunk_tokens: Number of tokens whose logits exist at a time, unless logits are kept.
         head_logits: Storage of the logits of microbatches without children between forward and
             backward: kept, or computed again in chunks (recompute). Other microbatches always
-            compute them again. auto keeps them if a memory_budget that you set has room.
+            compute them again. auto keeps them if the memory budget has room.
         head_statistics: Additional results [T] in `per_token`, without gradients: "mean_logits",
             "is_top1" (1 or 0) and "log_sum_sq_probs" of the distribution at each trained token.
         all_logprobs: Whether steps also run rollouts whose terms the loss declares to be 0

@@ -397,9 +397,10 @@ def test_options_without_an_effect_are_named(shell: Shell, rollouts: Path, confi
     across = (*plan, "--boundary", "across", "--max-microbatch-tokens", 64)
     assert "no effect" not in shell(*across).out
     logits = ("--head-logits", "recompute")
-    said = "no effect     --head-logits recompute: logits are kept only if --memory-budget is set\n"
+    said = "no effect     --head-logits recompute: logits are kept only within a memory budget\n"
     assert said in shell(*across, *logits).out
-    assert "no effect" not in shell(*across, *logits, "--memory-budget", "8MiB").out
+    for limit in (("--memory-budget", "8MiB"), ("--device-memory", "16GB")):
+        assert "no effect" not in shell(*across, *logits, *limit).out
 
 
 def test_a_plan_that_runs_nothing_is_said(shell: Shell, tmp_path: Path, config: Path) -> None:

@@ -185,9 +185,12 @@ def test_sharing_over_the_batch_is_built_only_if_groups_share(
 def test_logits_are_kept_where_a_budget_has_room() -> None:
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=1000)
 
-    def planned(logits: Any, budget: int | None = None) -> tuple[int, list[int], Plan]:
-        options = {"head_logits": logits, "memory_budget": budget}
-        plan = make_plan(FOUR_GROUPS, SHAPE, dataclasses.replace(config, **options))
+    def planned(
+        logits: Any, budget: int | str | None = None, measured: int | None = None
+    ) -> tuple[int, list[int], Plan]:
+        options: dict[str, Any] = {"head_logits": logits, "memory_budget": budget}
+        asked = dataclasses.replace(config, **options)
+        plan = make_plan(FOUR_GROUPS, SHAPE, asked, budget_bytes=measured)
         keeping = [m.index for m in plan.microbatches if m.keeps_logits]
         assert ("logits kept in" in plan.explain()) == bool(keeping)
         return plan.predicted_peak_bytes or 0, keeping, plan
@@ -202,6 +205,14 @@ def test_logits_are_kept_where_a_budget_has_room() -> None:
         assert planned("recompute", budget)[:2] == (least, [])
         peak, keeping, _ = planned("auto", budget)
         assert peak <= budget and (keeping == every) == (budget == most)
+    # Of a measured budget they take at most nine tenths.
+    room = -(-most * 10 // 9)
+    assert planned("auto", "auto", room)[:2] == (most, every)
+    for measured in (room - 10, least):
+        peak, keeping, _ = planned("auto", "auto", measured)
+        assert least <= peak <= max(least, measured * 0.9) and len(keeping) < len(every)
+    assert planned("auto", "auto", least)[1] == []
+    assert planned("recompute", "auto", room)[:2] == (least, [])
 
 
 def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:

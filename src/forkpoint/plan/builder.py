@@ -71,6 +71,10 @@ LONGER_IS_WORTH = 0.01
 # benchmarks/results/defaults-fa4-h200.jsonl). In groups of airline.jsonl and rag.jsonl, limits of
 # 64 to 512 edges give the same plans.
 SHORT_SEGMENT = 64
+# Logits are kept within this part of a measured budget. Kept logits are the only tensors of some
+# gigabytes, and free memory can be in smaller parts: a step with 101 of 120 GB predicted failed
+# (benchmarks/history/log.md, 2026-11-30).
+LOGITS_ROOM = 0.9
 # Microbatches are cut no shorter than this to fit a budget.
 LEAST_MICROBATCH_TOKENS = 64
 MOST_MICROBATCHES = 128
@@ -530,8 +534,9 @@ class Builder:
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """The plan with its price within the budget, and with logits kept according to the
         configuration."""
-        if self.config.head_logits == "auto" and self.budget_bytes is not None and not self.soft:
-            plan = keep_logits(plan, meter, self.budget_bytes)
+        if self.config.head_logits == "auto" and self.budget_bytes is not None:
+            room = int(self.budget_bytes * LOGITS_ROOM) if self.soft else self.budget_bytes
+            plan = keep_logits(plan, meter, room)
         return self._with_price(plan, meter, self.budget_bytes)
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:

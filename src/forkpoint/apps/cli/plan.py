@@ -161,7 +161,7 @@ class Plan:
         shown = text.answers(first, totals, partings)
         shown |= {} if model is None else {"dtype": self.memory.dtype_text(model)}
         shown |= text.memory_answers(peak, of_rank.checkpointing, device)
-        shown |= text.cost_answers(totals, self.config)
+        shown |= text.cost_answers(totals, self.config, limited=planner.budget_bytes is not None)
         shown |= {} if longest is None else {"longest": str(longest)}
         shown |= text.plan_answers(first, totals)
         shown["next"] = text.further(totals, partings, self.file, self.model, device, peak)

@@ -134,9 +134,12 @@ def _of_each_rank(device: DeviceMemory) -> str:
     return f"{part} of all and, in a step, {gathered} of gathered weights and all gradients"
 
 
-def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
+def cost_answers(totals: Totals, config: Config, *, limited: bool) -> dict[str, str]:
     """Lines about the cost of memory limits and options, and about options without effect, by their
-    names."""
+    names.
+
+    `limited`: whether there is a memory budget.
+    """
     found: dict[str, str] = {}
     if totals.unlimited_cost:
         more = totals.cost / totals.unlimited_cost - 1
@@ -151,8 +154,8 @@ def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
     none = []
     if options and not totals.forking:
         none.append(f"{options}: no microbatch reads another")
-    if config.head_logits == "recompute" and config.memory_budget_bytes is None:
-        none.append("--head-logits recompute: logits are kept only if --memory-budget is set")
+    if config.head_logits == "recompute" and not limited:
+        none.append("--head-logits recompute: logits are kept only within a memory budget")
     return found | ({"no effect": "; ".join(none)} if none else {})
 
 
