@@ -586,30 +586,35 @@ def test_rows_of_the_host_have_a_launch_for_each_fork() -> None:
     rows.host_row(host, 24, 8, 5, shares=True, forks=4).run()
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("host_ms", "lengths"),
+    [(1.0, []), (2.0, [32]), (4.0, [64]), (5.0, [64, 128]), (7.0, [128]), (99.0, [128])],
+)
 def test_the_steady_row_is_longer_where_the_host_is_slow(
-    monkeypatch: pytest.MonkeyPatch, tokens: int
+    monkeypatch: pytest.MonkeyPatch, host_ms: float, lengths: list[int]
 ) -> None:
-    """With a host that is slow for fewer than `tokens`."""
+    """The device takes 2 ms for 16 tokens. The host takes a tenth longer for each 16 more."""
     host = host_of(random_model(MODEL, torch.float32, 0).train())
     rows = Rows(
         Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
     )
     made: list[int] = []
+    timed: list[int] = []
     row = rows._row
 
-    def times(_: object, of_row: int) -> Times:
-        return Times(1.0, 1.0, 2.0 if of_row < tokens else 0.0)
+    def times(_: object, tokens: int) -> Times:
+        timed.append(tokens)
+        return Times(tokens / 16, tokens / 16, host_ms * (0.9 + tokens / 160))
 
     def share(forward: Callable[[], torch.Tensor], _: object, alone: Times) -> float:
-        assert not alone.waits_for_host
+        assert alone.waits_for_host == (host_ms == 99.0)
         return 0.9 if forward().requires_grad else 0.0
 
     monkeypatch.setattr(rows, "_row", lambda h, n, **k: made.append(n) or row(h, n, **k))
     monkeypatch.setattr(rows.clock, "steady_share", share)
     monkeypatch.setattr(rows, "row_ms", times)
     assert rows.steady_share(host, 16, times(host, 16)) == 0.9
-    assert made == [tokens]
+    assert timed == [16, *lengths] and made == timed[-1:]
 
     def fails(*_: object) -> float:
         raise torch.OutOfMemoryError("full")

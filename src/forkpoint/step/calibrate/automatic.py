@@ -20,7 +20,7 @@ _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
 """Types of measured devices. Tests change this."""
-MEASUREMENT = 14
+MEASUREMENT = 15
 """Increase this when the measurement or a kernel changes, so that earlier files are not used."""
 BEGINS = (
     "measuring layers of this model on this device, to price plans (once: the result is saved for "

@@ -19,6 +19,7 @@ STEADY = 6
 STEADY_MS = 300.0
 """Least time of the timed and of the untimed repeats. The device lowers its clock after some time
 under load."""
+MOST_HOST_RATIO = 0.8
 LEAST_SHARE = 0.7
 """Lower limit of `steady_share`."""
 
@@ -35,10 +36,14 @@ class Times(NamedTuple):
     issued_backward: float = 0.0
 
     @property
+    def host_ratio(self) -> float:
+        """Ratio of the host's time to the device's."""
+        return (self.issued_forward + self.issued_backward) / (self.forward + self.backward)
+
+    @property
     def waits_for_host(self) -> bool:
         """Whether the device may wait for the host between repeats of the same work."""
-        issued = self.issued_forward + self.issued_backward
-        return issued > 0.8 * (self.forward + self.backward)
+        return self.host_ratio > MOST_HOST_RATIO
 
 
 class Clock:
