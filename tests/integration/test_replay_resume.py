@@ -260,15 +260,24 @@ def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Pa
     assert all(x.dtype == torch.float32 for state in states for x in state.values())
 
 
+def other_shapes(folder: Path) -> None:
+    state = torch.load(folder / CHECKPOINT, weights_only=True)
+    weights, _ = state["sides"]["shared"]
+    weights |= {name: tensor[:1] for name, tensor in weights.items()}
+    torch.save(state, folder / CHECKPOINT)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda f: os.truncate(f / CHECKPOINT, 9999), "not a checkpoint that torch can read"),
+    "cut": (lambda f: os.truncate(f / CHECKPOINT, 9999), "not a checkpoint of this replay"),
+    "dict": (lambda f: torch.save({"a": 1}, f / CHECKPOINT), "not a checkpoint of this replay"),
+    "shapes": (other_shapes, "not a checkpoint of this replay"),
     "pickle": (
         lambda f: (f / CHECKPOINT).write_bytes(pickle.dumps(Path("x"), protocol=2)),
-        "not a checkpoint that torch can read",
+        "not a checkpoint of this replay",
     ),
     "text": (
         lambda f: (f / CHECKPOINT).write_text("junk\n"),  # a KeyError of the unpickler
-        "not a checkpoint that torch can read",
+        "not a checkpoint of this replay",
     ),
     "manifest": (lambda f: (f / MANIFEST).write_text("{"), "is not the manifest of a replay"),
     "version": (

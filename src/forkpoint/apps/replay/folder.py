@@ -127,7 +127,7 @@ class ReplayFolder:
     def restore(self, sides: Mapping[str, Side]) -> list[ReplayStep]:
         """Restore the checkpoint, and return its rows; none without a checkpoint.
 
-        Raises ConfigError for a file that torch cannot read.
+        Raises ConfigError for a file that is no checkpoint of these models.
         """
         path, rows = self.path / CHECKPOINT, list[ReplayStep]()
         for unfinished in self.path.glob(f".*{TEMPORARY}"):
@@ -135,21 +135,27 @@ class ReplayFolder:
         if path.is_file():
             try:
                 state = torch.load(path, weights_only=True)
+                rows = [step_of(row) for row in state["rows"]]
+                cpu, cuda = state["generators"]
+                saved = {name: state["sides"][name] for name in sides}
+                for name, (model, _) in sides.items():
+                    weights, _ = saved[name]
+                    if any(weights[k].shape != x.shape for k, x in _trained(model).items()):
+                        raise ValueError("its parameters have other shapes")
             except (MemoryError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # torch raises many types for damaged files
+            except Exception as error:  # of many types for damaged files and other content
                 raise ConfigError(
-                    f"{path} is not a checkpoint that torch can read. Start in another folder."
+                    f"{path} is damaged, or not a checkpoint of this replay. Start in another "
+                    "folder."
                 ) from error
-            rows = [step_of(row) for row in state["rows"]]
             for name, (model, optimizer) in sides.items():
-                weights, states = state["sides"][name]
+                weights, states = saved[name]
                 for key, tensor in _trained(model).items():
                     tensor.copy_(weights[key])
                 # load_state_dict would cast the state to the dtype of the parameters.
                 for parameter, held in zip(_of(optimizer), states, strict=True):
                     optimizer.state[parameter] = held
-            cpu, cuda = state["generators"]
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda.cpu())
