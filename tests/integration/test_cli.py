@@ -78,6 +78,8 @@ def test_commands_and_options_are_listed(shell: Shell) -> None:
         (["plan", "x.jsonl", "--max-microbatch-tokens", "few"], ("{None}|INT", "few")),
         (["plan", "x.jsonl", "--split", "9" * 5000], ("exchange", "--split")),
         (["plan", "x.jsonl", "--memory-limit"], ("--memory-limit",)),
+        (["plan", "x.jsonl", "--model", ""], ("after --model is empty",)),
+        (["verify", "x.jsonl", "--model="], ("argument --model= is empty",)),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )

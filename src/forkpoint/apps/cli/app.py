@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
+from itertools import pairwise
 from typing import Any
 
 import tyro
@@ -57,6 +58,14 @@ class App:
         if arguments == ["--version"]:
             print(f"forkpoint {__version__}")
             return 0
+        for before, word in pairwise(arguments):
+            # An unset variable of a shell. As a path it would be the present folder.
+            if found := re.fullmatch(r"(--[\w-]+=)?", word):
+                where = found[1] or f"after {before}"
+                raise ConfigError(
+                    f"the argument {where} is empty. Give a value, or leave the option out. "
+                    f"{self.prog} {arguments[0]} --help lists the options."
+                )
         name, *rest = arguments
         return _parsed(self.command(name), f"{self.prog} {name}", rest).run()
 
