@@ -14,6 +14,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
+from forkpoint.losses.dpo import PairLoss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
 from forkpoint.step.plan import as_batch, check_batch, check_config, finite, plan_batch
@@ -63,7 +64,8 @@ class Policy:
 
         Raises:
             PlanError: no plan fits the limits of the configuration.
-            RolloutError: the batch has no rollouts, or is not a list of rollouts.
+            RolloutError: the batch has no rollouts, is not a list of rollouts, or is not of pairs
+                for a loss of pairs.
             ConfigError, UnsupportedError: as in `forward_backward`, for the loss and the router.
         """
         batch = as_batch(batch)
@@ -73,6 +75,8 @@ class Policy:
             if loss is not None:
                 loss = as_loss(loss)
                 loss.check_head(self.host.head)
+                if isinstance(loss, PairLoss):
+                    loss.check_pairs(batch)
             work = router_work(self.host, batch, router, router_counts)
             return plan_batch(self, batch, loss, work.demand() if work else None)
 

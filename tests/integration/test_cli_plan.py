@@ -170,13 +170,16 @@ def test_plan_is_the_one_that_runs(loss: str, shell: Shell, tmp_path: Path, conf
     """Candidates and costs are those of `policy.plan`, for losses that couple tokens as well.
 
     Rollouts are trained from their system tokens on, so that in short microbatches every one of
-    them has trained tokens in several. One group has no advantages.
+    them has trained tokens in several. One group has no advantages, except for pairs.
     """
     everything = [
         changed(r, loss_mask=np.arange(len(r)) > 0, reference_logprobs=-np.ones(len(r)))
-        for r in made_up_rollouts()
+        for r in made_up_rollouts(rollouts_per_group=2 if loss == "dpo" else 3)
     ]
-    everything[:3] = [changed(r, advantage=0.0) for r in everything[:3]]
+    if loss == "dpo":
+        everything = [changed(r, advantage=n % 2) for n, r in enumerate(everything)]
+    else:
+        everything[:3] = [changed(r, advantage=0.0) for r in everything[:3]]
     file = write_rollouts(tmp_path / "everything.jsonl", everything)
     arguments = ("plan", file, "--model", config, "--max-microbatch-tokens", 24, "--loss")
     result = shell(*arguments, loss).result

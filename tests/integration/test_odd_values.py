@@ -106,9 +106,11 @@ def test_a_step_that_would_train_nothing_is_refused() -> None:
     assert policy.score(forked_batch()).logprobs.isfinite().all()
 
 
-def test_a_plan_is_refused_for_a_loss_of_another_head(policy: Policy) -> None:
+def test_a_plan_is_refused_for_a_loss_that_does_not_fit(policy: Policy) -> None:
     with pytest.raises(ConfigError, match="values"):
         policy.plan(forked_batch(), losses.ValueLoss())
+    with pytest.raises(RolloutError, match="DPO takes exactly two rollouts a group"):
+        policy.plan(forked_batch(), losses.DPO())
 
 
 def test_long_doubles_are_checked_as_the_floats_that_they_become(tmp_path: Any) -> None:

@@ -36,8 +36,11 @@ class PairLoss(Loss):
     uses_advantages = True
 
     def check(self, batch: RolloutBatch) -> None:
-        """Raises RolloutError, naming the first group that is not a pair with a preference."""
         super().check(batch)
+        self.check_pairs(batch)
+
+    def check_pairs(self, batch: RolloutBatch) -> None:
+        """Raises RolloutError, naming the first group that is not a pair with a preference."""
         name = type(self).__name__
         for members in batch.groups():
             names = ", ".join(repr(batch.rollout_ids[n]) for n in members)
