@@ -179,7 +179,10 @@ MODELS: tuple[Kind, ...] = (
     ),
     model_kind(
         lambda m: lora(m, target_modules=["lm_head"]),
-        message="the output head is a peft.tuners.lora.layer.Linear;",
+        message="the output head is a peft.tuners.lora.layer.Linear; forkpoint computes log-probs "
+        "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization. peft also "
+        "wraps it for embeddings that are tied to it (tie_word_embeddings): leave out "
+        "trainable_token_indices and ensure_weight_tying.",
     ),
     model_kind(
         checkpointed_block,

@@ -142,7 +142,8 @@ def plain_head(causal: PreTrainedModel) -> nn.Linear:
         raise UnsupportedError(
             f"the output head is a {type(head).__module__}.{type(head).__name__}; forkpoint "
             "computes log-probs from a plain torch.nn.Linear. Leave lm_head out of adapters and "
-            "quantization."
+            "quantization. peft also wraps it for embeddings that are tied to it "
+            "(tie_word_embeddings): leave out trainable_token_indices and ensure_weight_tying."
         )
     return head
 
