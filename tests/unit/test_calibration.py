@@ -395,6 +395,8 @@ DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "sizes that descend": (lambda v: v["block"].update(at=[9, 1]), "do not ascend"),
     "a rate of 0": (lambda v: v["causal"].update(forward=[0.0, 0.0]), "causal is 0"),
     "a policy missing": (lambda v: v["kept_bytes"].pop("selective"), "kept_bytes has"),
+    "bytes without end": (lambda v: v.update(working_bytes=[0, 1e308]), "working_bytes is 1e"),
+    "kept without end": (lambda v: v["kept_bytes"].update(full=[1e308, 0]), "kept_bytes is 1e"),
     "layers without end": (lambda v: v["shape"].update(layers=10**15, windows=[]), "layers"),
 }
 

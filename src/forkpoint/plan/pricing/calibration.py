@@ -22,7 +22,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.disk import write_file
-from forkpoint.rollouts.schema import SchemaError, parse_json, read, read_small
+from forkpoint.rollouts.schema import MOST_WHOLE, SchemaError, parse_json, read, read_small
 
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
@@ -231,6 +231,12 @@ class Calibration:
             raise ConfigError(
                 f"kept_bytes has {short(sorted(self.kept_bytes))}; it takes none, selective, full"
             )
+        for name, pairs in (
+            ("working_bytes", (self.working_bytes,)),
+            ("kept_bytes", self.kept_bytes.values()),
+        ):
+            if (most := max(map(max, pairs))) > MOST_WHOLE:
+                raise ConfigError(f"{name} is {most:g}; it takes at most {MOST_WHOLE}")
 
     def describe(self) -> str:
         compiled = "compiled" if self.compiled else "not compiled"
