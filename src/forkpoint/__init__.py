@@ -3,23 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forkpoint.config import Config as Config
-from forkpoint.errors import ConfigError as ConfigError
-from forkpoint.errors import ForkpointError as ForkpointError
-from forkpoint.errors import PlanError as PlanError
-from forkpoint.errors import RolloutError as RolloutError
-from forkpoint.errors import TraceError as TraceError
-from forkpoint.errors import UnsupportedError as UnsupportedError
-from forkpoint.plan import ModelShape as ModelShape
-from forkpoint.plan import Plan as Plan
-from forkpoint.rollouts import traces as traces
-from forkpoint.rollouts.batch import Rollout as Rollout
-from forkpoint.rollouts.batch import RolloutBatch as RolloutBatch
-from forkpoint.rollouts.files import save_rollouts as save_rollouts
-from forkpoint.rollouts.media import Media as Media
-from forkpoint.rollouts.traces import load_rollouts as load_rollouts
-from forkpoint.rollouts.traces import record as record
-
 __all__ = [
     "Config",
     "ConfigError",
@@ -50,38 +33,64 @@ __all__ = [
 
 if TYPE_CHECKING:
     from forkpoint import losses as losses
+    from forkpoint.config import Config as Config
+    from forkpoint.errors import ConfigError as ConfigError
+    from forkpoint.errors import ForkpointError as ForkpointError
+    from forkpoint.errors import PlanError as PlanError
+    from forkpoint.errors import RolloutError as RolloutError
+    from forkpoint.errors import TraceError as TraceError
+    from forkpoint.errors import UnsupportedError as UnsupportedError
     from forkpoint.parallel.placement import place as place
+    from forkpoint.plan import ModelShape as ModelShape
+    from forkpoint.plan import Plan as Plan
     from forkpoint.policy import Policy as Policy
     from forkpoint.policy import Scores as Scores
     from forkpoint.policy import StepOutcome as StepOutcome
     from forkpoint.policy import StepStats as StepStats
+    from forkpoint.rollouts import traces as traces
+    from forkpoint.rollouts.batch import Rollout as Rollout
+    from forkpoint.rollouts.batch import RolloutBatch as RolloutBatch
+    from forkpoint.rollouts.files import save_rollouts as save_rollouts
+    from forkpoint.rollouts.media import Media as Media
+    from forkpoint.rollouts.traces import load_rollouts as load_rollouts
+    from forkpoint.rollouts.traces import record as record
     from forkpoint.verify.comparison import VerifyReport as VerifyReport
     from forkpoint.wrapping import cut as cut
     from forkpoint.wrapping import wrap as wrap
 
 __version__ = "0.2.0"
 
-# Names that need torch, or many other imports, are imported at first use, because plans and the
-# help of the CLI need no torch.
+# Names are imported at first use, because plans and the help of the CLI need no torch, and because
+# an interrupt shows a traceback until the command line has begun.
 _LAZY = {
-    "Policy": "forkpoint.policy",
-    "Scores": "forkpoint.policy",
-    "StepOutcome": "forkpoint.policy",
-    "StepStats": "forkpoint.policy",
-    "VerifyReport": "forkpoint.verify.comparison",
-    "cut": "forkpoint.wrapping",
-    "place": "forkpoint.parallel.placement",
-    "wrap": "forkpoint.wrapping",
+    name: f"forkpoint.{module}"
+    for module, names in {
+        "config": "Config",
+        "errors": "ConfigError ForkpointError PlanError RolloutError TraceError UnsupportedError",
+        "parallel.placement": "place",
+        "plan": "ModelShape Plan",
+        "policy": "Policy Scores StepOutcome StepStats VerifyReport",
+        "rollouts.batch": "Rollout RolloutBatch",
+        "rollouts.files": "save_rollouts",
+        "rollouts.media": "Media",
+        "rollouts.traces": "load_rollouts record",
+        "wrapping": "cut wrap",
+    }.items()
+    for name in names.split()
 }
+_MODULES = {
+    name: f"forkpoint.{name}" for name in ("config", "errors", "losses", "plan", "rollouts")
+}
+_MODULES["traces"] = "forkpoint.rollouts.traces"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "losses":
-        return import_module("forkpoint.losses")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "losses"})
+    return sorted({*globals(), *_LAZY, *_MODULES})

@@ -113,7 +113,8 @@ def test_what_is_imported(rollouts: Path) -> None:
     code = (
         "import sys, forkpoint; "
         "assert not {'forkpoint.apps', 'tyro', 'matplotlib'} & set(sys.modules); "
-        f"from forkpoint.apps.cli import main; assert main(['plan', {str(rollouts)!r}]) == 0; "
+        "from forkpoint.apps.cli import main; assert 'numpy' not in sys.modules; "
+        f"assert main(['plan', {str(rollouts)!r}]) == 0; "
         "assert not {'transformers', 'matplotlib'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.disk import PIXELS, pixels_path
 from forkpoint.rollouts.fields import short
-from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.media import Absent, Media
 from forkpoint.rollouts.schema import SchemaError, read
+
+if TYPE_CHECKING:  # the package imports this module
+    from forkpoint.rollouts.formats.limits import MemoryLimit
 
 MOST_VALUES = 64
 """Largest number of values that an entry holds. Longer inputs are arrays."""
@@ -92,7 +94,7 @@ class MediaEntries:
         memory: limit that media are charged to, until the whole file is read.
     """
 
-    def __init__(self, array_of: ArrayOf | None, memory: MemoryLimit) -> None:
+    def __init__(self, array_of: ArrayOf | None, memory: "MemoryLimit") -> None:
         self._array_of, self._memory = array_of, memory
         self._known: dict[str, Media] = {}
         self._sha256: dict[Media, str] = {}
@@ -168,7 +170,7 @@ class PixelFile:
     """The safetensors file with the arrays of a file of rollouts. It is opened at the first
     access."""
 
-    def __init__(self, path: Path, memory: MemoryLimit) -> None:
+    def __init__(self, path: Path, memory: "MemoryLimit") -> None:
         self.path: Path = pixels_path(path)
         self._memory = memory
         self._file: Any = None
