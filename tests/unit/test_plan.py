@@ -16,6 +16,7 @@ from forkpoint.plan import Plan, builder, make_plan, planner
 from forkpoint.plan.plan import fingerprint
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
+from forkpoint.units import GIB
 from plan_shapes import SHAPE
 from strategies import batches
 
@@ -213,6 +214,24 @@ def test_logits_are_kept_where_a_budget_has_room() -> None:
         assert least <= peak <= max(least, measured * 0.9) and len(keeping) < len(every)
     assert planned("auto", "auto", least)[1] == []
     assert planned("recompute", "auto", room)[:2] == (least, [])
+    # Policies without a free GiB have a budget of one.
+    for measured, expected in ((GIB, []), (2 * GIB, every)):
+        assert planned("auto", "auto", measured)[1] == expected
+
+
+def test_offloaded_activations_beyond_the_host_memory_leave_less_room_for_logits() -> None:
+    config = Config(
+        sharing="group",
+        boundary="across",
+        max_microbatch_tokens=1000,
+        activations="offload",
+        host_memory=1,
+        head_logits="recompute",
+    )
+    without = make_plan(FOUR_GROUPS, SHAPE, config)
+    budget = without.predicted_peak_bytes
+    auto = dataclasses.replace(config, head_logits="auto", memory_budget=budget)
+    assert make_plan(FOUR_GROUPS, SHAPE, auto).cost <= without.cost
 
 
 def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:

@@ -13,6 +13,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.dealing import deal
+from forkpoint.plan.device_memory import LEAST_BYTES
 from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.host_cache import most_host_layers
 from forkpoint.plan.media import planned_media
@@ -536,7 +537,9 @@ class Builder:
         configuration."""
         if self.config.head_logits == "auto" and self.budget_bytes is not None:
             room = int(self.budget_bytes * LOGITS_ROOM) if self.soft else self.budget_bytes
-            plan = keep_logits(plan, meter, room)
+            # A measured budget of LEAST_BYTES can be more than is free.
+            if not (self.soft and self.budget_bytes == LEAST_BYTES):
+                plan = keep_logits(plan, meter, room)
         return self._with_price(plan, meter, self.budget_bytes)
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:

@@ -251,13 +251,14 @@ def keep_logits(plan: Plan, meter: Meter, budget: int) -> Plan:
     A microbatch keeps either all of its logits or none.
     """
     room = budget - standing_bytes(plan)
+    offloaded = offloaded_bytes(plan, meter)
     open_bytes: list[int] = []
     microbatches = []
     for microbatch in plan.microbatches:
         above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
-        keeps = microbatch.activations == "keep" and microbatch.shared_prompt != "received"
+        keeps = microbatch.activations != "recompute" and microbatch.shared_prompt != "received"
         kept = meter.kept_bytes(microbatch) if keeps else 0
-        open_bytes.append(above + kept)
+        open_bytes.append(above + kept - offloaded.get(microbatch.index, 0))
         if not microbatch.children:
             with_logits = replace(microbatch, keeps_logits=True)
             needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(microbatch)
