@@ -186,6 +186,11 @@ def test_dtypes_follow_the_model() -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
 
 
+def test_a_plan_keeps_no_logits() -> None:
+    for config in (Config(head_logits="keep"), Config(memory_budget="1GiB")):
+        assert "logits" not in wrap(critic(), config).plan(forked_batch()).explain()
+
+
 def test_sabotage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = critic()
     batch = estimated(model)

@@ -34,6 +34,11 @@ class ModelHead(Protocol):
         """The weight of its last linear layer."""
         ...
 
+    def keeps_logits(self, dtype_bytes: int) -> bool:
+        """Whether its logits can be kept for the backward, for a model with `dtype_bytes` bytes for
+        a number."""
+        ...
+
     def enter(self, changes: Changes) -> None:
         """Compute outputs within calls of the head's module, until the changes are undone, because
         hooks of the module gather its weights."""
@@ -71,6 +76,10 @@ class LogprobHead:
     def weight(self) -> Tensor:
         return self.linear().weight
 
+    def keeps_logits(self, dtype_bytes: int) -> bool:
+        # Plans count logits in the model's dtype.
+        return dtype_bytes >= 4 or not in_float32(self.linear())
+
     def enter(self, changes: Changes) -> None:
         head = self.linear()
         changes.set(vars(self), "_in_float32", in_float32(head))
@@ -88,11 +97,9 @@ class LogprobHead:
             refuse_call()
         head, inputs = self.linear(), context.inputs
         weight, bias, shard = local_head(head)
-        around, keeps = nullcontext(), inputs.microbatch.keeps_logits
+        around = nullcontext()
         if self._in_float32 if self._called else in_float32(head):
             around = torch.autocast(hidden_nC.device.type, enabled=False)
-            # Plans count logits in the model's dtype: wider ones are computed again.
-            keeps = keeps and hidden_nC.dtype == torch.float32
             hidden_nC, weight = hidden_nC.float(), weight.float()
             bias = None if bias is None else bias.float()
         with around:
@@ -105,7 +112,7 @@ class LogprobHead:
                 temperature_T=inputs.head_temperatures,
                 entropy=context.entropy,
                 chunk_tokens=context.config.head_chunk_tokens,
-                keep_logits=keeps,
+                keep_logits=inputs.microbatch.keeps_logits,
                 statistics=context.config.head_statistics,
                 **self.options(),
             )

@@ -142,6 +142,7 @@ class HeldModel:
             runs_ahead=ahead,
             checkpoints=("none",),
             deals_segments=deals,
+            keeps_logits=self.entry.head.keeps_logits(shape.dtype_bytes),
         )
         if shape.checkpointed:
             return able

@@ -535,7 +535,8 @@ class Builder:
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """The plan with its price within the budget, and with logits kept according to the
         configuration."""
-        if self.config.head_logits == "auto" and self.budget_bytes is not None:
+        able = self.config.head_logits == "auto" and self.capabilities.keeps_logits
+        if able and self.budget_bytes is not None:
             room = int(self.budget_bytes * LOGITS_ROOM) if self.soft else self.budget_bytes
             # A measured budget of LEAST_BYTES can be more than is free.
             if not (self.soft and self.budget_bytes == LEAST_BYTES):
@@ -580,7 +581,7 @@ class Builder:
         config = self.config
         entries_S = self._entries_of_segments(forest)
         asked = "keep" if config.activations == "auto" else config.activations
-        keeps_logits = config.head_logits == "keep"
+        keeps_logits = config.head_logits == "keep" and self.capabilities.keeps_logits
         microbatches = with_storage(packed, entries_S, asked, keeps_logits=keeps_logits)
         num_loss_entries = int(entries_S.sum())
         received = [s for m in microbatches if m.shared_prompt == "received" for s in m.segments]

@@ -19,6 +19,8 @@ class Capabilities:
     deals_segments: bool = True
     """Whether context-parallel ranks can run whole segments of a microbatch (`plan.dealing`). False
     if layers carry a state."""
+    keeps_logits: bool = True
+    """Whether the head can keep its logits for the backward."""
     encoder: EncoderShape | None = None
     """Encoder of images or video, for a batch with media; None if its sizes are not known."""
 

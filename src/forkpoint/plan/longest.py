@@ -112,7 +112,7 @@ class LongestSearch:
             packed,
             trained_S,
             "recompute" if config.activations == AUTO else config.activations,
-            keeps_logits=config.head_logits == "keep",
+            keeps_logits=config.head_logits == "keep" and self.capabilities.keeps_logits,
         )
         # Counts of work and tokens are left out, because only prices use them.
         plan = Plan(

@@ -68,6 +68,9 @@ class ValueHead:
     def width(self) -> int:
         return 1
 
+    def keeps_logits(self, dtype_bytes: int) -> bool:
+        return False
+
     def enter(self, changes: Changes) -> None:
         """Does nothing, because `score` is called unchanged."""
 
