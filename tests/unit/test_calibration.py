@@ -430,6 +430,14 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """A link to it shows this without rights in /dev."""
+    link = tmp_path / "null"
+    link.symlink_to(os.devnull)
+    made_up().save(link)
+    assert link.is_symlink() and list(tmp_path.iterdir()) == [link]
+
+
 def test_another_model_is_refused() -> None:
     other = replace(SHAPE, hidden=128, dtype_bytes=4)
     with pytest.raises(ConfigError, match=r"hidden 64 \(the model has 128\), dtype_bytes 2"):

@@ -19,7 +19,14 @@ def pixels_path(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends. An error leaves `path` unchanged."""
+    """Open a file that replaces `path` when the block ends. An error leaves `path` unchanged.
+
+    A pipe or a device, such as /dev/null, is written to.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with path.open("wb") as file:
+            yield file
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
         with temporary.open("xb") as file:
