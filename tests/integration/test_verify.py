@@ -20,6 +20,8 @@ from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
 from forkpoint.losses import Denominators
@@ -285,6 +287,21 @@ def test_it_works_where_gradients_are_switched_off() -> None:
 
 def unshared() -> RolloutBatch:
     return RolloutBatch([Rollout([n, 2, 3, 4, 5 + n], [0, 0, 1, 1, 1], 1.5 - n) for n in range(3)])
+
+
+def test_attention_that_takes_few_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of a model with FlashAttention runs in float64 without it."""
+
+    def kernel(module: nn.Module, query: torch.Tensor, *inputs: Any, **named: Any) -> Any:
+        assert query.dtype != torch.float64
+        return sdpa_attention_forward(module, query, *inputs, **named)
+
+    kernel.__module__ = "transformers"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", kernel)
+    model = tiny_model("qwen3", dtype=torch.float32)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert wrap(model, ACROSS).verify(forked_batch(), LOSS).passed
+    assert model.config._attn_implementation == "flash_attention_2"
 
 
 def test_sharing_within_and_across_microbatches_is_compared() -> None:

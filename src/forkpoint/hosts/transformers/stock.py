@@ -1,5 +1,6 @@
 """Stock forwards of transformers' models, also in higher precision, for comparisons."""
 
+import re
 import sys
 from typing import Any
 
@@ -59,6 +60,9 @@ class TransformersStock(Stock):
             # Grouped products of experts take few dtypes. The configuration's property is not used,
             # because it also sets inner configurations.
             changes.set(vars(config), "_experts_implementation_internal", "eager")
+            # FlashAttention takes 16 bits only, and flex attention takes no float64.
+            if re.search("flash|flex", config._attn_implementation or ""):
+                changes.set(vars(config), "_attn_implementation_internal", "eager")
         if dtype == torch.float64:
             lift_upcasts(self.model, changes)
 
