@@ -9,8 +9,18 @@ import torch
 from steps import ACROSS, clear_gradients, forked_batch, gradients, small_model
 from torch import Tensor, nn
 
-from forkpoint import Config, ConfigError, Rollout, RolloutError, losses, save_rollouts, wrap
+from forkpoint import (
+    Config,
+    ConfigError,
+    Rollout,
+    RolloutBatch,
+    RolloutError,
+    losses,
+    save_rollouts,
+    wrap,
+)
 from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.agreement import group_digests
 from forkpoint.policy import Policy
 
 HUGE = 10**400
@@ -122,6 +132,11 @@ def test_long_doubles_are_checked_as_the_floats_that_they_become(tmp_path: Any) 
         with pytest.raises(RolloutError, match="temperature is"):
             Rollout(ids, mask, 1.0, temperature=odd(np.longdouble(text)))
     save_rollouts(tmp_path / "x.jsonl", [Rollout(ids, mask, odd(np.longdouble("0.5")))])
+
+
+def test_a_group_id_may_be_half_a_surrogate_pair() -> None:
+    rollouts = [Rollout([1, 2], [0, 1], 1.0, group_id=name) for name in ("\ud800", "\ud801")]
+    assert len(set(group_digests(RolloutBatch(rollouts)).tolist())) == 2
 
 
 def test_select_names_the_index_and_the_size() -> None:

@@ -395,7 +395,7 @@ def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
     for number, first in enumerate(firsts):
         name = batch.group_ids[first]
         if name is not None:
-            content = b"id " + name.encode()
+            content = b"id " + name.encode(errors="surrogatepass")
         else:
             begin = int(batch.offsets[first])
             content = b"prompt " + batch.content(begin, begin + int(prompts[first]))
