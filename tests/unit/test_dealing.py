@@ -149,6 +149,17 @@ def test_leaves_that_do_not_fit_run_by_heads() -> None:
     assert plan.dealing.endswith("they do not fit the memory budget")
 
 
+def test_leaves_by_responses_keep_logits_only_if_they_fit() -> None:
+    batch, calibration = group(1001, 400, 3), linked(1e2)
+    free = make_plan(batch, TWO, ACROSS, calibration=calibration)
+    budget = free.predicted_peak_bytes or 0
+    for size, keeps in ((budget, False), (2 * budget, True)):
+        config = replace(ACROSS, memory_budget=size)
+        leaf = make_plan(batch, TWO, config, calibration=calibration).microbatches[-1]
+        assert len(leaf.parts) == 2
+        assert {m.keeps_logits for m in (leaf, *leaf.parts)} == {keeps}
+
+
 def test_layers_that_carry_a_state_run_by_heads() -> None:
     shape = replace(TWO, layers=5, recurrent_layers=1, recurrent_parameters=1)
     plan = make_plan(group(101, 400, 8), shape, ACROSS)

@@ -497,7 +497,8 @@ class Builder:
         elif (dealt := self._deal(plan)) is plan:
             why_not = "no leaf has as many trees as there are ranks"
         else:
-            dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
+            meter = meter_of(dealt, self.calibration)
+            dealt = self._with_price(self._with_logits(dealt, meter), meter)
             if dealt.cost >= plan.cost * (1 - NOISE):
                 why_not = f"predicted {dealt.cost / plan.cost:.2f}x faster than by responses"
             elif not dealt.fits:
@@ -535,13 +536,17 @@ class Builder:
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """The plan with its price within the budget, and with logits kept according to the
         configuration."""
+        return self._with_price(self._with_logits(plan, meter), meter, self.budget_bytes)
+
+    def _with_logits(self, plan: Plan, meter: Meter) -> Plan:
+        """The plan with kept logits according to the configuration."""
         able = self.config.head_logits == "auto" and self.capabilities.keeps_logits
         if able and self.budget_bytes is not None:
             room = int(self.budget_bytes * LOGITS_ROOM) if self.soft else self.budget_bytes
             # A measured budget of LEAST_BYTES can be more than is free.
             if not (self.soft and self.budget_bytes == LEAST_BYTES):
                 plan = keep_logits(plan, meter, room)
-        return self._with_price(plan, meter, self.budget_bytes)
+        return plan
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """The plan with its cost and its peak. The cost is inf if the peak exceeds `budget`."""

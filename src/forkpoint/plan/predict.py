@@ -12,6 +12,7 @@ from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
 from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
 from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, HEAD
+from forkpoint.tree import Microbatch
 
 
 def simulate(plan: Plan, meter: Meter) -> float:
@@ -260,8 +261,15 @@ def keep_logits(plan: Plan, meter: Meter, budget: int) -> Plan:
         kept = meter.kept_bytes(microbatch) if keeps else 0
         open_bytes.append(above + kept - offloaded.get(microbatch.index, 0))
         if not microbatch.children:
-            with_logits = replace(microbatch, keeps_logits=True)
-            needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(microbatch)
-            microbatch = with_logits if needed <= room else microbatch
+            microbatch = _keeping_logits(microbatch, keeps=True)
+            if above + meter.kept_bytes(microbatch) + meter.working_bytes(microbatch) > room:
+                microbatch = _keeping_logits(microbatch, keeps=False)
         microbatches.append(microbatch)
     return replace(plan, microbatches=tuple(microbatches))
+
+
+def _keeping_logits(microbatch: Microbatch, *, keeps: bool) -> Microbatch:
+    if not microbatch.parts and microbatch.keeps_logits == keeps:
+        return microbatch
+    parts = tuple(replace(part, keeps_logits=keeps) for part in microbatch.parts)
+    return replace(microbatch, keeps_logits=keeps, parts=parts)
