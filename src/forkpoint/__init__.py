@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Names are imported at first use, because plans and the help of the CLI need no torch, and because
-# an interrupt shows a traceback until the command line has begun.
+# Names are imported at first use. Plans and the help of the CLI need no torch. The command line
+# handles interrupts only after this module is imported.
 _LAZY = {
     name: f"forkpoint.{module}"
     for module, names in {
@@ -69,11 +69,12 @@ _LAZY = {
         "errors": "ConfigError ForkpointError PlanError RolloutError TraceError UnsupportedError",
         "parallel.placement": "place",
         "plan": "ModelShape Plan",
-        "policy": "Policy Scores StepOutcome StepStats VerifyReport",
+        "policy": "Policy Scores StepOutcome StepStats",
         "rollouts.batch": "Rollout RolloutBatch",
         "rollouts.files": "save_rollouts",
         "rollouts.media": "Media",
         "rollouts.traces": "load_rollouts record",
+        "verify.comparison": "VerifyReport",
         "wrapping": "cut wrap",
     }.items()
     for name in names.split()

@@ -540,13 +540,16 @@ class Builder:
 
     def _with_logits(self, plan: Plan, meter: Meter) -> Plan:
         """The plan with kept logits according to the configuration."""
-        able = self.config.head_logits == "auto" and self.capabilities.keeps_logits
-        if able and self.budget_bytes is not None:
-            room = int(self.budget_bytes * LOGITS_ROOM) if self.soft else self.budget_bytes
-            # A measured budget of LEAST_BYTES can be more than is free.
-            if not (self.soft and self.budget_bytes == LEAST_BYTES):
-                plan = keep_logits(plan, meter, room)
-        return plan
+        budget = self.budget_bytes
+        chosen = self.config.head_logits == "auto" and self.capabilities.keeps_logits
+        if not chosen or budget is None:
+            return plan
+        if not self.soft:
+            return keep_logits(plan, meter, budget)
+        # A measured budget is at least LEAST_BYTES, even if less memory is free.
+        if budget == LEAST_BYTES:
+            return plan
+        return keep_logits(plan, meter, int(budget * LOGITS_ROOM))
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """The plan with its cost and its peak. The cost is inf if the peak exceeds `budget`."""

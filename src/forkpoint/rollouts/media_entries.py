@@ -21,7 +21,7 @@ from forkpoint.rollouts.fields import short
 from forkpoint.rollouts.media import Absent, Media
 from forkpoint.rollouts.schema import SchemaError, read
 
-if TYPE_CHECKING:  # the package imports this module
+if TYPE_CHECKING:  # forkpoint.rollouts.formats imports this module
     from forkpoint.rollouts.formats.limits import MemoryLimit
 
 MOST_VALUES = 64

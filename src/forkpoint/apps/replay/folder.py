@@ -144,7 +144,7 @@ class ReplayFolder:
                         raise ValueError("its parameters have other shapes")
             except (MemoryError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # of many types for damaged files and other content
+            except Exception as error:  # damaged files raise many types
                 raise ConfigError(
                     f"{path} is damaged, or not a checkpoint of this replay. Start in another "
                     "folder."
