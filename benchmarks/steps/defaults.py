@@ -1,5 +1,6 @@
 """The default plan beside dense training and every other plan, on rollouts of several kinds."""
 
+import gc
 import os
 import tempfile
 import time
@@ -162,6 +163,7 @@ class Defaults(Steps):
         policy = stepper.policy
         for timed in plans.values():  # kernels for new lengths are compiled in the first run
             stepper.step(policy, batch, timed.plan)
+        gc.collect()  # compiling leaves garbage, which Python would collect once, in 0.5 s
         for _ in range(self.repeats):
             for timed in plans.values():
                 stepper.repeat(policy, batch, repeats=1, into=timed)
