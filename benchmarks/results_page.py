@@ -548,15 +548,15 @@ measurements, others ran on the other GPUs of the machine.
 ## The default plan
 
 Forward and backward with the default plan. The baseline is forkpoint without sharing. While rows of
-commits other than `9aded41d`, `c42e9008` and `89ca7398` were measured, the other GPU of the host
-ran another job, on other cores. A fixed seed selected groups of airline.jsonl (agent conversations)
-and rag.jsonl (retrieved text). *gsm8k-8* and *gsm8k-64* have 32 prompts of 200 tokens with 8 or 64
-responses of 300 tokens each. *long* has one prompt of 8,192 tokens with 32 responses of 2,048
-tokens. The column *over the best plan* compares the time of the default plan with that of the
-fastest plan. It is 1.00 if the default plan is the fastest. Times of short steps vary by up to 1.6
-times between runs, because the host decides them and its virtual cores run at two speeds: a fixed
-loop of Python takes 3.6 or 7.5 ms, and this changes within a second. A plan that shares must also
-be predicted to be faster than the plan without sharing on a slower host.
+commits other than `5bb702c4`, `9aded41d`, `c42e9008` and `89ca7398` were measured, the other GPU of
+the host ran another job, on other cores. A fixed seed selected groups of airline.jsonl (agent
+conversations) and rag.jsonl (retrieved text). *gsm8k-8* and *gsm8k-64* have 32 prompts of 200
+tokens with 8 or 64 responses of 300 tokens each. *long* has one prompt of 8,192 tokens with 32
+responses of 2,048 tokens. The column *over the best plan* compares the time of the default plan
+with that of the fastest plan. It is 1.00 if the default plan is the fastest. Times of short steps
+vary by up to 1.6 times between runs, because the host decides them and its virtual cores run at two
+speeds: a fixed loop of Python takes 3.6 or 7.5 ms, and this changes within a second. A plan that
+shares must also be predicted to be faster than the plan without sharing on a slower host.
 
 {defaults}
 
