@@ -106,6 +106,8 @@ IMAGE = [{"type": "image", "image": "a.png"}]
         ({"messages": [message("user", "j"), message("assistant", "a")]}, tokenizer(), "no j"),
         ({"messages": [message("assistant", "a")]}, tokenizer(None), "has no chat template"),
         ({"messages": [message("assistant", "a")]}, None, "holds text and no token ids"),
+        ({"prompt": [1, 2], "completion": [3]}, None, "prompt is .1, 2.; it .* in token_ids, or"),
+        ({"prompt": "a", "completion": [[3]]}, tokenizer(), "completion is .*ids in token_ids"),
         (
             {"messages": [message(role, role[0]) for role in ("user", "assistant") * 2]},
             tokenizer("{{ messages[-1].content }}"),

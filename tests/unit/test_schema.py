@@ -27,7 +27,6 @@ class Point:
     [
         (b"{", "not JSON (Expecting"),
         ("{}".encode("utf-16"), "not JSON ('utf-8' codec"),
-        (b"\xef\xbb\xbf{}", "not JSON"),
         (b"[-Infinity]", "not JSON (-Infinity is not allowed)"),
         (b'{"a": 1, "b": {"c": 1, "c": 1}}', "an object that has the key 'c' twice"),
         (b"[" * 100_000, "not JSON that can be read (nested too deep)"),
@@ -43,7 +42,7 @@ def test_json_that_is_none(content: bytes, said: str) -> None:
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=9))
 @settings(max_examples=20, deadline=None)
 def test_json_comes_back(value: Any) -> None:
-    assert parse_json(json.dumps(value).encode()) == value == read(Any, value, "x")
+    assert parse_json(json.dumps(value).encode("utf-8-sig")) == value == read(Any, value, "x")
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,17 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 def parse_json(content: bytes, *, allow_nan: bool = False) -> Any:
     """Parse strict JSON in UTF-8, without repeated keys, NaN and infinities.
 
+    A byte order mark, as Windows writes it, is left out.
+
     Raises SchemaError for other text, and for values that Python cannot parse (deep nesting,
     integers of thousands of digits).
     """
     constant = float if allow_nan else _refuse_constant
     try:
         return json.loads(
-            content.decode(), object_pairs_hook=_without_duplicates, parse_constant=constant
+            content.decode("utf-8-sig"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=constant,
         )
     except RecursionError:
         raise SchemaError("not JSON that can be read (nested too deep)") from None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forkpoint.rollouts.batch import group_of, short
+from forkpoint.rollouts.fields import is_number
 from forkpoint.rollouts.formats.record import Made, Record, RecordError, make
 from forkpoint.rollouts.formats.trainers import NO_TEMPERATURE, TEXT_NOTE, Rollouts, format_of
 
@@ -55,6 +56,16 @@ def _chat(record: Record) -> Rollouts:
 
 
 def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -> Made:
+    for key, value in (("prompt", prompt), (name, sample)):
+        first = value
+        while isinstance(first, list | tuple | np.ndarray) and len(first):
+            first = first[0]
+        if is_number(first):
+            raise record.fail(
+                key,
+                f"{key} is {short(value)}; it takes text, or messages with role and content. Write "
+                "token ids in token_ids, or in prompt_ids and completion_ids with their masks.",
+            )
     if record.tokenize is None:
         raise record.fail(
             name,
