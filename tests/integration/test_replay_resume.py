@@ -260,6 +260,10 @@ def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Pa
     assert all(x.dtype == torch.float32 for state in states for x in state.values())
 
 
+def edit(folder: Path, **changes: Any) -> None:
+    (folder / MANIFEST).write_text(json.dumps({**manifest_of(folder), **changes}))
+
+
 def other_shapes(folder: Path) -> None:
     state = torch.load(folder / CHECKPOINT, weights_only=True)
     weights, _ = state["sides"]["shared"]
@@ -282,7 +286,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest": (lambda f: (f / MANIFEST).write_text("{"), "is not the manifest of a replay"),
     "version": (
         lambda f: (f / MANIFEST).write_text('{"schema": 3}'),
-        "is not the manifest of a replay",
+        "is not the manifest of a replay.*schema is 3; it takes 5",
+    ),
+    "fixed": (lambda f: edit(f, fixed=None), "manifest.json is not.*fixed is None; it takes an ob"),
+    "runs_on": (lambda f: edit(f, fixed={}), "fixed.runs_on is None; it takes an object"),
+    "budget": (
+        lambda f: edit(f, fixed={"runs_on": {"memory_budget_bytes": "8GB"}}),
+        "memory_budget_bytes is '8GB'; it takes a whole number",
     ),
 }
 

@@ -14,6 +14,7 @@ from typing import Literal
 from forkpoint.errors import ConfigError
 from forkpoint.plan.plan import CostUnit, Plan
 from forkpoint.plan.program import BACKWARD, ENCODE, FORWARD, RECOMPUTE, RELEASE, SCORE
+from forkpoint.rollouts.disk import write_file
 from forkpoint.rollouts.schema import SchemaError, parse_json, read, read_small
 
 KIND = "lanes of a pipeline"
@@ -79,7 +80,9 @@ class Lanes:
         Raises ConfigError if the file cannot be written.
         """
         try:
-            Path(path).write_text(json.dumps({"kind": KIND, "lanes": asdict(self)}))
+            path = Path(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps({"kind": KIND, "lanes": asdict(self)}).encode())
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}. Give another path.") from None
 

@@ -130,6 +130,16 @@ OPTIONS = (
         prepare=lambda _: Path("out").mkdir(),
     ),
     option_kind(
+        "output is ok.json/a/x, and ",
+        None,
+        *("calibrate", "--model", "ok.json", "--output", "ok.json/a/x"),
+    ),
+    option_kind(
+        "lanes is ok.json/a/x, and ",
+        None,
+        *("plan", "ok.jsonl", "--model", "ok.json", "--stages", "2", "--lanes", "ok.json/a/x"),
+    ),
+    option_kind(
         "split is 'exchange' and boundary is 'within'",
         lambda: Config(split="exchange", boundary="within"),
     ),

@@ -8,8 +8,9 @@ from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import DtypeName, Flag, ModelPath
-from forkpoint.apps.cli.output import Output
+from forkpoint.apps.cli.output import Output, check_output
 from forkpoint.errors import ConfigError
+from forkpoint.plan.pricing.calibration import calibration_path, calibrations_folder
 
 if TYPE_CHECKING:
     from forkpoint.plan.pricing.calibration import Calibration
@@ -50,15 +51,10 @@ class Calibrate:
 
     def run(self) -> int:
         out = Output(json_only=self.json, silent=torchrun.rank() > 0)
-        if self.output is not None and self.output.is_dir():
-            raise ConfigError(
-                f"output is the folder {self.output}. Give the path of a file to write."
-            )
+        check_output("output", self.output or calibrations_folder() / "calibration.json")
         if not self.max_seconds > 0:
             raise ConfigError(f"max_seconds is {self.max_seconds}; it takes a number above 0.")
         with torchrun.process_group(self.device), out.waiting("measuring"):
-            from forkpoint.plan.pricing.calibration import calibration_path
-
             found = torchrun.from_the_first(self._measured)
             if torchrun.size() > 1:
                 found = replace(found, link=torchrun.measured_link(self.device))

@@ -1,10 +1,12 @@
 """Output of a command: text and tables, or one JSON line. Imports no torch."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -13,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forkpoint.apps.cli.text import visible
+from forkpoint.errors import ConfigError
 from forkpoint.rollouts.schema import finite
 
 PIPE_WIDTH = 100
@@ -78,6 +81,20 @@ class Output:
         ) as bar:
             task = bar.add_task(what, total=total)
             yield lambda steps: bar.advance(task, steps)
+
+
+def check_output(name: str, path: Path) -> None:
+    """Raises ConfigError if the file of an option cannot be written. Its folders may be missing."""
+    if path.is_dir():
+        raise ConfigError(f"{name} is the folder {path}. Give the path of a file to write.")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{name} is {path}, and {nearest} is not a folder in which this user can write. Give "
+            "another path."
+        )
 
 
 def table(

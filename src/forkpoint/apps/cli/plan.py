@@ -23,7 +23,7 @@ from forkpoint.apps.cli.options import (
     show_source,
     whole_number,
 )
-from forkpoint.apps.cli.output import Output
+from forkpoint.apps.cli.output import Output, check_output
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, MOST, Config
@@ -195,6 +195,8 @@ class Plan:
             raise ConfigError(
                 f"lanes is {self.lanes}, and stages is not set. Add the stages, as in --stages 4."
             )
+        if self.lanes is not None:
+            check_output("lanes", self.lanes)
         if self.stages is not None and self.ranks is not None:
             raise ConfigError(
                 f"stages is {self.stages} and ranks is {self.ranks}; a step on both is not "

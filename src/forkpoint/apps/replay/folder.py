@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.disk import TEMPORARY, replacing, write_file
-from forkpoint.rollouts.schema import finite
+from forkpoint.rollouts.schema import SchemaError, finite, parse_json, read
 
 Side = tuple[nn.Module, torch.optim.Optimizer]
-SCHEMA = 5
+Schema = Literal[5]
 MANIFEST, ROWS, CHECKPOINT = "manifest.json", "rows.jsonl", "checkpoint.pt"
 CALIBRATION = "calibration.json"
 MOST_NAMED = 8
@@ -40,12 +40,14 @@ class ReplayFolder:
     Attributes:
         path: the folder.
         begun: `fixed` of the resumed replay; None for a new replay.
+        budget_bytes: memory budget of the resumed replay; None if it has no limit.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Raises ConfigError if the folder has files, except those of a replay to resume."""
         self.path = path
         self.begun: dict[str, Any] | None = None
+        self.budget_bytes: int | None = None
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a replay is a folder. Give another path.")
         if not (path / MANIFEST).is_file():
@@ -61,15 +63,18 @@ class ReplayFolder:
                 f"{path} already has a replay. Add --resume to continue it, or give another folder."
             )
         try:
-            manifest = json.loads((path / MANIFEST).read_bytes())
-        except ValueError:
-            manifest = None
-        if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+            manifest = read(Mapping[str, Any], parse_json((path / MANIFEST).read_bytes()), "")
+            read(Schema, manifest.get("schema"), "schema")
+            begun = read(Mapping[str, Any], manifest.get("fixed"), "fixed")
+            held = read(Mapping[str, Any], begun.get("runs_on"), "fixed.runs_on")
+            name = "memory_budget_bytes"
+            self.budget_bytes = read(int | None, held.get(name), f"fixed.runs_on.{name}")
+        except SchemaError as error:
             raise ConfigError(
-                f"{path / MANIFEST} is not the manifest of a replay of schema {SCHEMA}, which this "
-                "version writes. Start in another folder."
-            )
-        self.begun = manifest["fixed"]
+                f"{path / MANIFEST} is not the manifest of a replay that this version writes: "
+                f"{error}. Start in another folder."
+            ) from None
+        self.begun = begun
 
     def calibration(self) -> Calibration | None:
         """Calibration of the resumed replay; None for a new replay or without a calibration."""
@@ -88,7 +93,7 @@ class ReplayFolder:
 
         Raises ConfigError, which names the differences, if inputs differ.
         """
-        values = finite({"schema": SCHEMA, "fixed": fixed, "about": about})
+        values = finite({"schema": get_args(Schema)[0], "fixed": fixed, "about": about})
         content = json.dumps(values, indent=1, default=str)
         if self.begun is None:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -200,8 +200,8 @@ def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | No
     device = sides[0].policy.host.device
     if config.memory_budget != AUTO or device.type != "cuda":
         return
-    if folder is not None and folder.begun is not None:
-        budget = folder.begun["runs_on"]["memory_budget_bytes"]
+    if folder is not None and folder.budget_bytes:
+        budget = folder.budget_bytes
     else:
         parameters = [parameter for side in sides for parameter in side.parameters]
         budget = measured_budget(device, parameters, config)

@@ -334,6 +334,17 @@ def _comparable(shape: ModelShape) -> dict[str, Any]:
     return {k: v for k, v in asdict(shape).items() if k not in differ}
 
 
+def calibrations_folder() -> Path:
+    """The folder of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint/calibrations` in
+    the user's cache folder. For a user without a home it is in the folder of temporary files."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        cache = Path(tempfile.gettempdir())
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else cache / "forkpoint" / "calibrations"
+
+
 def calibration_path(
     device: str, shape: ModelShape, *, compiled: bool, measured_for: object = None
 ) -> Path:
@@ -341,22 +352,13 @@ def calibration_path(
 
     measured_for: versions and kernels of a policy's automatic measurement; None for the file of
     `forkpoint calibrate`.
-
-    The folder is that of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint` in the
-    user's cache folder. For a user without a home it is in the folder of temporary files.
     """
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        cache = Path(tempfile.gettempdir())
-    given = os.environ.get(FOLDER_VARIABLE)
-    folder = Path(given) if given else cache / "forkpoint" / "calibrations"
     which = [_comparable(shape), compiled]
     which += [] if measured_for is None else [measured_for]
     key = json.dumps(which, sort_keys=True)
     digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "unknown"
-    return folder / f"{name}-{digest}{'' if measured_for is None else '.auto'}.json"
+    return calibrations_folder() / f"{name}-{digest}{'' if measured_for is None else '.auto'}.json"
 
 
 def find_calibration(device: str, shape: ModelShape, *, compiled: bool) -> Calibration | None:
