@@ -149,6 +149,17 @@ def test_leaves_that_do_not_fit_run_by_heads() -> None:
     assert plan.dealing.endswith("they do not fit the memory budget")
 
 
+def test_microbatches_are_as_long_as_leaves_by_responses_need() -> None:
+    batch, calibration = group(1001, 2000, 8), linked(1e5)
+    config = Config(sharing="tree", boundary="mixed")
+    free = make_plan(batch, TWO, config, calibration=calibration)
+    config = replace(config, memory_budget=(free.predicted_peak_bytes or 0) * 7 // 10)
+    plan = make_plan(batch, TWO, config, calibration=calibration)
+    for tokens in (4096, 5362, 7005):
+        shorter = replace(config, max_microbatch_tokens=tokens)
+        assert plan.cost < 1.01 * make_plan(batch, TWO, shorter, calibration=calibration).cost
+
+
 def test_leaves_by_responses_keep_logits_only_if_they_fit() -> None:
     batch, calibration = group(1001, 400, 3), linked(1e2)
     free = make_plan(batch, TWO, ACROSS, calibration=calibration)

@@ -227,7 +227,7 @@ class Builder:
         same = sharing == "tree" and self._groups_share_all
         combination = "group" if same else sharing, boundary
         if combination not in self._built:
-            plan = self._dealt_if_faster(self._fitting(*combination))
+            plan = self._fitting(*combination)
             self._built[combination] = self._with_fewer_segments(plan, *combination)
         return replace(self._built[combination], sharing=sharing)
 
@@ -274,7 +274,8 @@ class Builder:
         tokens = given or min(most, max(DEFAULT_MICROBATCH_TOKENS, self.longest))
         policies = policies_to_try(config, self.shape, self.capabilities)
         if self.budget_bytes is None:
-            return self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
+            plan = self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
+            return self._dealt_if_faster(plan)
         # Long microbatches first: fewer microbatches take less host time and fewer additions to all
         # gradients.
         if not given:
@@ -292,7 +293,7 @@ class Builder:
                 shortest = least if policy == policies[-1] else filling
                 ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
                 tried += ways
-                fitting = [way for way in ways if peak_of(way) <= self.budget_bytes]
+                fitting = [self._dealt_if_faster(way) for way in ways if way.fits]
                 if not fitting:
                     continue
                 # In order of their microbatches' lengths, the longest first.
@@ -313,7 +314,7 @@ class Builder:
                 self._with_price(plan, meter_of(plan, self.calibration))
                 for plan in _near_the_least(tried)
             ]
-            return min(unlimited, key=cost_with_preference)
+            return self._dealt_if_faster(min(unlimited, key=cost_with_preference))
         plan = min(tried, key=lambda plan: (peak_of(plan), plan.max_microbatch_tokens))
         peak = peak_of(plan)
         raise BudgetError(
