@@ -57,6 +57,7 @@ def test_commands_and_options_are_listed(shell: Shell) -> None:
     assert done.code == 0 and set(re.findall(r"^ (\w+) +\w", done.out, re.MULTILINE)) == set(
         OPTIONS
     )
+    assert not re.findall(r"^ \w+ +\w.* and +$", done.out, re.MULTILINE), "a sentence is cut"
     assert shell("--version").out == f"forkpoint {forkpoint.__version__}\n"
     for command, options in OPTIONS.items():
         done = shell(command, "--help")

@@ -32,8 +32,7 @@ CODES = {"passed": 0, "failed": 1, "nothing to verify": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Check that gradients with sharing are as exact as those of dense training, for your model and
-    rollouts.
+    """Check that gradients with sharing are as exact as those of dense training of your model.
 
     The command compares the gradient of every parameter, shared and dense, with a dense run in
     higher precision (float32 for 16-bit models, else float64). It compares two plans: one that
