@@ -476,7 +476,9 @@ def test_plan_on_stages(shell: Shell, rollouts: Path, config: Path) -> None:
         stage["peak_bytes"] for stage in found["stages"]
     )
     assert "stage 1       1 layer and head: " in done.out
-    for more in (("--stages", 3), ("--stages", 2, "--ranks", 2)):
+    small = shell(*given[:4], "--stages", 1, "--device-memory", "1MB").out
+    assert "does not fit on 1 stage; add some, up to 2" in small and "as asked" not in small
+    for more in (("--stages", 3), ("--stages", 2, "--ranks", 2), ("--loss", "dpo")):
         assert shell(*given, *more).code == 2
     assert shell("plan", rollouts, "--stages", 2).code == 2
 
@@ -550,9 +552,11 @@ def test_groups_of_ranks(shell: Shell, rollouts: Path) -> None:
     """The file is cut where its pieces end, but a pair of dpo is not taken apart."""
     found = placements(shell, rollouts, "--batch-rollouts", 5, "--ranks", 3)
     assert found["file order"]["groups_split"] > 0
-    pairs = placements(shell, rollouts, "--ranks", 9, "--loss", "dpo")
+    made = made_up_rollouts(rollouts_per_group=2)
+    write_rollouts(rollouts, [changed(r, advantage=float(n)) for n, r in enumerate(made)])
+    pairs = placements(shell, rollouts, "--ranks", 6, "--loss", "dpo")
     assert [way["groups_split"] for way in pairs.values()] == [0, 0, 0]
-    assert placements(shell, rollouts, "--ranks", 9)["file order"]["groups_split"] == 3
+    assert placements(shell, rollouts, "--ranks", 6)["file order"]["groups_split"] == 3
 
 
 # The Hub ------------------------------------------------------------------------------------------

@@ -75,26 +75,31 @@ def plans_of_sizes(
     shared = replace(config, sharing=first.sharing, boundary=first.boundary)
     if config.boundary == AUTO and first.boundary == "within":
         shared = replace(shared, boundary="mixed")  # which cuts longer rollouts
-    found = [first]
+    chosen, found = AUTO in (config.sharing, config.boundary), [first]
     for length in lengths:
         if length < SHORT_TOKENS and len(found[-1].microbatches) >= ENOUGH * stages:
             break
         sized, wide = replace(shared, max_microbatch_tokens=length), None
         if wide_bytes is not None:
-            wide = _planned(make, sized, wide_bytes)
+            wide = _planned(make, sized, wide_bytes, chosen=chosen)
             found.append(wide or found[-1])
         if length == first.max_microbatch_tokens:
             continue
         fits = wide is not None and (wide.predicted_peak_bytes or 0) <= (budget_bytes or 0)
-        found.append((wide if fits else _planned(make, sized, budget_bytes)) or found[-1])
+        made = wide if fits else _planned(make, sized, budget_bytes, chosen=chosen)
+        found.append(made or found[-1])
     return tuple(found)
 
 
-def _planned(make: Planner, config: Config, budget_bytes: int | None) -> Plan | None:
+def _planned(
+    make: Planner, config: Config, budget_bytes: int | None, *, chosen: bool = False
+) -> Plan | None:
+    """`chosen`: whether `plans_of_sizes` has chosen the sharing of the configuration."""
     try:
-        return make(config, budget_bytes)
+        plan = make(config, budget_bytes)
     except PlanError:
         return None
+    return replace(plan, reason="with microbatches for the stages") if chosen else plan
 
 
 # The choice

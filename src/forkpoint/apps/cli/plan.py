@@ -164,7 +164,9 @@ class Plan:
         shown |= text.cost_answers(totals, self.config, limited=planner.budget_bytes is not None)
         shown |= {} if longest is None else {"longest": str(longest)}
         shown |= text.plan_answers(first, totals)
-        shown["next"] = text.further(totals, partings, self.file, self.model, device, peak)
+        shown["next"] = text.further(
+            totals, partings, self.file, self.model, device, peak, self.stages
+        )
         shown |= text.smaller_answers(device, peak)
         shown |= ranks.answers() if ranks else {}
         shown |= pipeline.answers() if pipeline else {}
@@ -271,8 +273,12 @@ class _Planner:
 
     def plan(self, batch: RolloutBatch) -> MadePlan:
         """Plan a batch of the file."""
+        from forkpoint.losses.dpo import PairLoss
+
         if self.shape is not None:
             batch.check_vocabulary(self.shape.vocab)
+        if isinstance(self.loss, PairLoss):
+            self.loss.check_pairs(batch)
         if self.pipeline is None:
             return self.make(batch)
         return self.pipeline.plan(

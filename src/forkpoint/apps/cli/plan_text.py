@@ -190,12 +190,15 @@ def further(
     model: Path | None,
     device: DeviceMemory | None,
     peak_bytes: int | None,
+    stages: int | None,
 ) -> str:
     """Text of the line "next". `peak_bytes`: predicted peak of one device."""
     if model is None:
         return "to count FLOPs, add --model, such as --model Qwen/Qwen3-8B (or --details)"
     peak = peak_bytes or 0
     if device is not None and not device.fits(peak):
+        if stages is not None:  # --ranks is refused with --stages
+            return f"does not fit on {counted(stages, 'stage')}; add some, up to {device.layers:,}"
         return _what_fits(device, peak)
     if partings.needless is not None:
         return MOVE

@@ -87,10 +87,10 @@ class Pipeline:
 
     def answers(self) -> dict[str, str]:
         """Lines of the output, by their names."""
-        facts = self.facts()
+        facts, stages = self.facts(), counted(len(self.stages), "stage")
         found = {
-            "stages": f"{len(self.stages)} stages: step {facts['step_over_share']:.2f}x an equal "
-            f"share, bubble {facts['bubble']:.0%}"
+            "stages": f"{stages}: step {facts['step_over_share']:.2f}x an equal share, bubble "
+            f"{facts['bubble']:.0%}"
         }
         for stage, fact in zip(self.stages, facts["stages"], strict=True):
             head = " and head" if stage.is_last else ""
