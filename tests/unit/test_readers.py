@@ -85,12 +85,19 @@ def test_verl_text_needs_a_tokenizer(tmp_path: Path) -> None:
     path = write_json(tmp_path / "3.jsonl", lines)
     with pytest.raises(RolloutError, match=r"3.jsonl, line 1: the record holds text.*tokenizer"):
         load_rollouts(path)
-    file = open_rollouts(path, tokenizer=lambda text: list(text.encode()))
+    file = open_rollouts(path, tokenizer=lambda text: np.frombuffer(text.encode(), np.uint8))
     found = file.read()
     assert file.format == "verl-text" and "losses are not exact" in file.notes[0]
     assert [r.token_ids.tolist() for r in found[:2]] == [list(b"abcd"), list(b"ababcd")]
     assert found[0].loss_mask.tolist() == [0, 0, 1, 1]
     assert [r.advantage for r in found] == [-1, -1, 1, 1]
+
+
+def test_no_column_is_named_that_a_format_lacks(tmp_path: Path) -> None:
+    table = tensors(dumps.trl(truth()))
+    del table["advantages"]
+    with pytest.raises(RolloutError, match=r"row 0: there is no advantages\. Add it"):
+        load_rollouts(write_torch(tmp_path / "x.pt", table))
 
 
 def test_a_tokenizer_without_text_is_refused(tmp_path: Path) -> None:

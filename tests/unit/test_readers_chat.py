@@ -102,6 +102,8 @@ IMAGE = [{"type": "image", "image": "a.png"}]
         ({"messages": "a"}, tokenizer(), "takes text, or messages with role and content"),
         ({"messages": [["user"]]}, tokenizer(), "takes text, or messages with role and content"),
         ({"messages": [message("user", IMAGE)]}, tokenizer(), "which is not text"),
+        ({"prompt": "a", "completion": None}, tokenizer(), "completion is None; it takes text"),
+        ({"prompt": "a", "completion": "\ud800"}, tokenizer(), "completion has half of a surr"),
         ({"messages": [message("assistant", "a")] * 1025}, tokenizer(), "at most 1,024"),
         ({"messages": [message("user", "j"), message("assistant", "a")]}, tokenizer(), "no j"),
         ({"messages": [message("assistant", "a")]}, tokenizer(None), "has no chat template"),

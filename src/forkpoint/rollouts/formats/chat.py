@@ -79,7 +79,7 @@ def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -
     ids: list[int] = []
     mask: list[bool] = []
     for piece in pieces:
-        found = record.tokenize.encode(piece.text) if piece.text else []
+        found = record.encode(name, piece.text) if piece.text else []
         ids += found
         mask += [piece.trained] * len(found)
     return make(
@@ -94,8 +94,9 @@ def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -
 
 def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
     """The text of messages, cut before and after each trained answer."""
+    messages = _messages(record, name, sample)
     given = _messages(record, "prompt", [] if prompt is None else prompt)
-    messages, first = [*given, *_messages(record, name, sample)], len(given)
+    messages, first = [*given, *messages], len(given)
     if len(messages) > MOST_MESSAGES:
         raise record.fail(
             name,
@@ -132,7 +133,9 @@ def _messages(record: Record, name: str, messages: Any) -> list[dict[str, Any]]:
         for message in messages
     ):
         raise record.fail(
-            name, f"{name} is {short(messages)}; it takes text, or messages with role and content."
+            name,
+            f"{name} is {short(messages)}; it takes text, or messages with role and content, both "
+            "in the prompt and after it.",
         )
     for message in messages:
         content = message.get("content")

@@ -6,6 +6,7 @@ Imports no torch. Values are numbers, text, lists and numpy arrays.
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,19 @@ class Record:
             return str(value)
         raise self.fail(name, f"{name} is {short(value)}; it takes text or a whole number.")
 
+    def encode(self, name: str, text: str) -> list[int]:
+        """Compute the token ids of text of a field. The record has a tokenizer."""
+        assert self.tokenize is not None
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise self.fail(
+                name,
+                f"{name} has half of a surrogate pair, which tokenizers refuse. Correct the text, "
+                "or leave the record out (on_error='skip').",
+            ) from None
+        return [index(token) for token in self.tokenize.encode(text)]
+
 
 @dataclass(frozen=True)
 class Format:
@@ -308,7 +322,8 @@ def _total_reward(record: Record, reward: Any, sources: Mapping[str, str]) -> fl
     """Sum of the rewards of a record without advantage. `sources`: columns of fields."""
     wanted = sources.get("advantage", sources.get("reward", "advantage"))
     if reward is None:
-        raise record.fail(wanted, f"there is neither {wanted} nor a reward. Add one of them.")
+        known = " and no ".join(sources[f] for f in ("advantage", "reward") if f in sources)
+        raise record.fail(wanted, f"there is no {known}. Add it.")
     if not np.isfinite(reward).all():
         at = int(np.isfinite(reward).argmin())
         raise record.fail(

@@ -139,7 +139,7 @@ def _verl_text(record: Record) -> Rollouts:
             "--tokenizer) to estimate the savings. For training, dump the DataProto, which has the "
             "ids.",
         )
-    prompt, response = (record.tokenize.encode(text) for text in texts)
+    prompt, response = map(record.encode, ("input", "output"), texts)
     group = record.text("uid")
     if group is not None and (parts := re.fullmatch(r"(.+)_\d+_\d+", group)):
         group = parts[1]  # verl's trainer with a queue writes uid_rollout_output here
