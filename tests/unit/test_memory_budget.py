@@ -179,6 +179,15 @@ def test_the_least_budget_is_named() -> None:
         make_plan(batch, SHAPE, Config(memory_budget=1000, boundary="within"))
 
 
+def test_the_named_budget_is_enough_although_it_changes_the_lengths_that_are_tried() -> None:
+    batch, config = group(666, 613, 5), Config(prefix_cache="device")
+    with pytest.raises(PlanError) as refused:
+        make_plan(batch, SHAPE, replace(config, memory_budget=522_510_336))
+    found = re.search(r"raise it to at least (\d+)", str(refused.value))
+    assert found is not None
+    assert make_plan(batch, SHAPE, replace(config, memory_budget=int(found[1]))).fits
+
+
 def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
     plan = planned(0.01)
     assert not plan.fits and "no plan fits the budget" in plan.reason

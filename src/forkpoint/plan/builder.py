@@ -89,11 +89,13 @@ class BudgetError(PlanError):
 
     Attributes:
         needed_bytes: The least predicted peak of the plans that were tried.
+        remedy: What to do if the budget cannot be raised.
     """
 
-    def __init__(self, message: str, needed_bytes: int) -> None:
+    def __init__(self, message: str, needed_bytes: int, remedy: str) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -319,10 +321,21 @@ class Builder:
         peak = peak_of(plan)
         raise BudgetError(
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
-            f"{exactly(peak)} and memory_budget is {exactly(self.budget_bytes)}; raise it to at "
-            f"least {peak}, or {self._remedy()}.",
+            f"{exactly(peak)} and memory_budget is {exactly(self.budget_bytes)}",
             peak,
+            self._remedy(),
         )
+
+    def enough_bytes(self, sharing: str, boundary: str, error: BudgetError) -> int:
+        """A budget that suffices instead of the one that was refused. It can exceed the peak that
+        was predicted, because a budget determines the lengths that are tried."""
+        within = copy(self)
+        within.budget_bytes, within._packings = error.needed_bytes, {}
+        try:
+            within._fitting(sharing, boundary)
+        except BudgetError as further:
+            return self.enough_bytes(sharing, boundary, further)
+        return error.needed_bytes
 
     def _most_tokens(self) -> int:
         """Most tokens of a microbatch that fast kernels of recurrent layers run on a GPU.

@@ -121,7 +121,11 @@ def make_plan(
         needed = [e.needed_bytes if isinstance(e, BudgetError) else math.inf for e in errors]
         best = needed.index(min(needed))
         c, error = candidates[best], errors[best]
-        raise PlanError(f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}")
+        message = f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}"
+        if isinstance(error, BudgetError):
+            enough = builder.enough_bytes(c.sharing, c.boundary, error)
+            message += f"; raise it to at least {enough}, or {error.remedy}."
+        raise PlanError(message)
     fitting = [plan for plan in plans if plan.fits]
     need_fast_host: set[tuple[str, str]] = set()
     if fitting:
