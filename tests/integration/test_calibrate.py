@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,8 +27,9 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.hosts.modules import cache_module_walks
+from forkpoint.hosts.transformers.shapes import shallow_model
 from forkpoint.ops.attention import operator, table
-from forkpoint.plan import make_plan
+from forkpoint.plan import ModelShape, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration, Curve
 from forkpoint.rollouts.batch import RolloutBatch
@@ -47,6 +49,9 @@ MODEL = CONFIG | {
     "head_dim": 16,
     "num_hidden_layers": 6,
 }
+
+
+CPU = torch.device("cpu")
 
 
 def endless() -> float:
@@ -416,6 +421,21 @@ def test_a_block_is_timed_where_the_next_begins(
     assert step.times.prompt_block == pytest.approx((10, 20))
     assert step.times.reader_block == pytest.approx((10, 40)), "it has two launches"
     assert "enter" not in vars(host), "the host is as before"
+
+
+def test_settings_of_a_model_that_steps_refuse() -> None:
+    """A load-balancing loss is left out, and dropout is named."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = MODEL | experts | {"model_type": "qwen3_moe", "output_router_logits": True}
+    shape = ModelShape.from_config(config)
+
+    def measure(**changes: Any) -> Calibration:
+        make = partial(shallow_model, config | changes, device=CPU, dtype=torch.float32)
+        return calibrate(make, shape, efforts=QUICK)
+
+    assert measure().host_step_ms[0] > 0
+    with pytest.raises(UnsupportedError, match=r"dropout 0\.1 in attention"):
+        measure(attention_dropout=0.1)
 
 
 def test_samples_run_in_turn_and_those_that_a_model_refuses_are_left_out() -> None:

@@ -135,6 +135,8 @@ def enable_checkpointing(model: Any) -> None:
 def _shallow(config: dict[str, Any], layers: int) -> dict[str, Any]:
     changed = {**config, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
     changed |= dict.fromkeys(OF_TOKENS)
+    if config.get("output_router_logits"):
+        changed["output_router_logits"] = False  # steps without a router loss are refused
     for name in ("layer_types", "no_rope_layers"):
         if kinds := config.get(name):
             # More layers than the model has repeat its pattern.
