@@ -175,8 +175,15 @@ def test_the_least_budget_is_named() -> None:
         with pytest.raises(PlanError):
             make_plan(batch, SHAPE, Config(memory_budget=needed[-1] * 9 // 10))
     assert needed[1] <= needed[0] <= 1.1 * needed[1]
-    with pytest.raises(PlanError, match=r"to at least \d+, or use boundary='across'"):
-        make_plan(batch, SHAPE, Config(memory_budget=1000, boundary="within"))
+    remedies: list[tuple[dict[str, Any], str]] = [
+        ({"boundary": "within"}, "use boundary='across'"),
+        ({"prefix_cache": "device"}, "leave prefix_cache to the planner"),
+        ({"head_logits": "keep"}, "leave head_logits to the planner"),
+        ({"host_memory": 1000}, "raise host_memory"),
+    ]
+    for options, remedy in remedies:
+        with pytest.raises(PlanError, match=rf"to at least \d+, or {remedy}"):
+            make_plan(group(1000, 100, 1), SHAPE, Config(memory_budget=1000, **options))
 
 
 def test_the_named_budget_is_enough_although_it_changes_the_lengths_that_are_tried() -> None:

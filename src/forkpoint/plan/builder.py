@@ -323,7 +323,7 @@ class Builder:
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
             f"{exactly(peak)} and memory_budget is {exactly(self.budget_bytes)}",
             peak,
-            self._remedy(),
+            self._remedy(plan),
         )
 
     def enough_bytes(self, sharing: str, boundary: str, error: BudgetError) -> int:
@@ -467,8 +467,8 @@ class Builder:
             self._packings[asked] = self._packings[key]
         return self._packings[asked]
 
-    def _remedy(self) -> str:
-        """A remedy if the shortest microbatches exceed the budget."""
+    def _remedy(self, plan: Plan) -> str:
+        """A remedy if all plans exceed the budget. `plan`: the one with the least peak."""
         config, shape = self.config, self.shape
         if config.boundary == "within":
             return "use boundary='across', which cuts rollouts into chains of microbatches"
@@ -477,6 +477,13 @@ class Builder:
         checkpointed = shape is not None and shape.checkpointed
         if config.checkpointing not in ("full", AUTO) and not checkpointed:
             return "checkpoint activations"
+        for name, value in (("prefix_cache", "device"), ("head_logits", "keep")):
+            if getattr(config, name) == value:
+                return f"leave {name} to the planner ({name}='auto')"
+        if shape and most_host_layers(plan.cache_tokens, shape, plan.host_memory_bytes) < (
+            shape.attention_layers
+        ):
+            return "raise host_memory, which limits prefix caches in host memory"
         # Microbatches of the least length need the memory of the longest rollout's prefix cache,
         # however many rollouts there are.
         return "use shorter rollouts"
