@@ -424,13 +424,13 @@ def test_a_block_is_timed_where_the_next_begins(
 
 
 def test_settings_of_a_model_that_steps_refuse() -> None:
-    """A load-balancing loss is left out, and dropout is named."""
+    """A load-balancing loss is left out, and dropout is named. In float64 experts are eager."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = MODEL | experts | {"model_type": "qwen3_moe", "output_router_logits": True}
     shape = ModelShape.from_config(config)
 
     def measure(**changes: Any) -> Calibration:
-        make = partial(shallow_model, config | changes, device=CPU, dtype=torch.float32)
+        make = partial(shallow_model, config | changes, device=CPU, dtype=torch.float64)
         return calibrate(make, shape, efforts=QUICK)
 
     assert measure().host_step_ms[0] > 0

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from forkpoint import Config, ModelShape, wrap
 from forkpoint.hosts.checkpointing import MLP_NAMES
 from forkpoint.plan import MODELS
+from forkpoint.testing import tiny_model
 from lanes import slow_besides
 
 TOKENS, HIDDEN = 128, 256
@@ -90,6 +91,14 @@ def test_a_layer_of_experts_keeps_what_is_predicted(
     shape = host.shape
     predicted = (4 * width + shape.expert_activations) * shape.dtype_bytes + shape.router_bytes
     assert predicted == pytest.approx(per_token, rel=0.05)
+
+
+def test_the_shape_of_llama_4_is_that_of_its_configuration() -> None:
+    """So that policies find its calibration. Its experts are eager by default."""
+    sizes = {"intermediate_size_mlp": 64, "num_local_experts": 2, "pad_token_id": 0}
+    model = tiny_model("llama4_text", dtype=torch.float32, **sizes)
+    configured = ModelShape.from_config(model.config.to_dict(), dtype_bytes=4)
+    assert wrap(model, PLAIN).host.shape == configured and configured.expert_layers
 
 
 def test_the_shape_of_a_large_mixture() -> None:

@@ -75,7 +75,8 @@ def expert_activations(config: Mapping[str, Any], implementation: str | None) ->
     count as grouped_mm.
     """
     chosen, hidden = _routed(config), needed(config, "hidden_size")
-    kept = (3 if implementation == EAGER else 2) * chosen * hidden
+    eager = implementation == EAGER or _is_llama4(config)  # which has only this one
+    kept = (3 if eager else 2) * chosen * hidden
     if count(config, "shared_expert_intermediate_size"):
         kept += hidden  # the shared expert's output, which has a gate
     dense = 0 if only_experts(config) else needed(config, "intermediate_size")
