@@ -1,6 +1,8 @@
 """Models of published shapes with random weights, and groups of rollouts of given lengths."""
 
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import (
 
 from forkpoint.plan.models import MODELS
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.rollouts.traces import load_rollouts
 
 QWEN3 = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 # Public configurations: what decides sizes, and nothing else.
@@ -178,6 +181,15 @@ def checkpoint(model: nn.Module) -> None:
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})
+
+
+def read_rollouts(file: Path, *, vocab: int, tiny: bool, **options: Any) -> list[Rollout]:
+    """Rollouts of a file. With a tiny model, token ids are folded into its vocabulary.
+
+    options: arguments of `load_rollouts`.
+    """
+    rollouts = load_rollouts(file, **options)
+    return [replace(r, token_ids=r.token_ids % vocab) for r in rollouts] if tiny else rollouts
 
 
 def make_group(

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline
-from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.shapes import SCALE_TINY, make_group, read_rollouts
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Steps, check_at_least_one
 from benchmarks.steps.stepper import Stepper, Timed
@@ -28,7 +28,6 @@ from forkpoint.plan import Plan
 from forkpoint.plan.builder import BOUNDARIES, SHARINGS
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.traces import load_rollouts
 
 Load = Literal["airline", "rag", "gsm8k-8", "gsm8k-64", "long"]
 LOADS: tuple[Load, ...] = ("airline", "rag", "gsm8k-8", "gsm8k-64", "long")
@@ -130,7 +129,8 @@ class Defaults(Steps):
             rollouts = [rollout for group in groups for rollout in group]
             yield load, RolloutBatch([replace(rollout, rollout_id=None) for rollout in rollouts])
         else:
-            batch = RolloutBatch(load_rollouts(self.folder / f"{load}.jsonl"))
+            file = self.folder / f"{load}.jsonl"
+            batch = RolloutBatch(read_rollouts(file, vocab=vocab, tiny=self.tiny))
             members = batch.groups()
             drawn = np.random.default_rng(SEED).choice(len(members), GROUPS, replace=False)
             for number in sorted(drawn):

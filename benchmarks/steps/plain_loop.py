@@ -16,14 +16,13 @@ from tyro.conf import DisallowNone, arg
 
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
-from benchmarks.shapes import make_group, make_model
+from benchmarks.shapes import make_group, make_model, read_rollouts
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import device_for
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.rollouts.traces import load_rollouts
 from forkpoint.units import format_bytes, size_in_bytes
 from forkpoint.wrapping import wrap
 
@@ -134,7 +133,7 @@ class PlainLoop(Benchmark):
                 made = make_group(max(2, prompt // scale), lengths, vocab=vocab)
                 yield name, made
             return
-        whole = RolloutBatch(load_rollouts(self.file))
+        whole = RolloutBatch(read_rollouts(self.file, vocab=vocab, tiny=self.tiny))
         known = int(whole.group_index.max()) + 1
         for number in range(min(self.batches, known // self.groups)):
             first = number * self.groups

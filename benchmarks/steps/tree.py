@@ -11,14 +11,13 @@ from tyro.conf import Positional, arg
 
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline
-from benchmarks.shapes import checkpoint
+from benchmarks.shapes import checkpoint, read_rollouts
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import DENSE, Stepper
 from forkpoint.apps.cli.options import Count, MemoryText
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.traces import load_rollouts
 
 REPEATS = 3
 """How often each side of a group is timed, in turn; its median counts."""
@@ -51,10 +50,11 @@ class Tree(Steps):
         stepper = self.stepper(self.shape)
         if self.shape == "qwen3.5-4b":
             checkpoint(stepper.model)
-        rollouts = load_rollouts(self.file, memory_limit=self.memory_limit)
-        if self.tiny:
-            rollouts = [replace(r, token_ids=r.token_ids % stepper.vocab) for r in rollouts]
-        batch = RolloutBatch(rollouts)
+        batch = RolloutBatch(
+            read_rollouts(
+                self.file, vocab=stepper.vocab, tiny=self.tiny, memory_limit=self.memory_limit
+            )
+        )
         drawn, groups = 0, []
         for members in batch.groups():
             group = batch.select(members.tolist())

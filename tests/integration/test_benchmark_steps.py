@@ -115,8 +115,13 @@ def test_capacity(shell: Shell, tmp_path: Path) -> None:
 
 def test_defaults(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "")
-    rows = bench(shell, tmp_path, "defaults", "--loads", "long", "--repeats", 1, *TINY)
+    made = synthetic_rollouts(groups=5, rollouts_per_group=2, prompt_tokens=24, response_tokens=8)
+    made = [replace(rollout, token_ids=rollout.token_ids + 1000) for rollout in made]
+    save_rollouts(tmp_path / "rag.jsonl", made)
+    options = ("--loads", "long", "rag", "--folder", tmp_path, "--repeats", 1)
+    rows = bench(shell, tmp_path, "defaults", *options, *TINY)
     assert {"default over dense", "default over the best"} <= {metric for _, metric in rows}
+    assert "qwen3-1.7b rag 4" in values(rows, "none")
     assert rows["qwen3-1.7b", "second step done"]["value"] > 0
     assert values(rows, "none")["qwen3-1.7b long"] > 0
 
