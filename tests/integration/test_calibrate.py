@@ -457,10 +457,12 @@ def test_samples_run_in_turn_and_those_that_a_model_refuses_are_left_out() -> No
         return SimpleNamespace(run=run)
 
     samples = {n: sample(n, 0.2) for n in ("plain", "long", "forked")}
-    names = rows.in_turn(samples, endless)
+    names = rows.in_turn(samples, endless, optional=["long"])
     assert names == {"plain", "forked"}
     assert ran == ["plain", "long", "forked"] + ["plain", "forked"] * 2
     assert 0 < rows.clock.seconds < 0.2, "first runs, which compile, are not counted"
+    with pytest.raises(UnsupportedError):
+        rows.in_turn(samples, endless)
 
 
 @pytest.mark.parametrize(("seconds", "runs"), [(9.0, 7), (0.35, 5), (0.0, 3)])

@@ -477,7 +477,7 @@ def test_plan_on_stages(shell: Shell, rollouts: Path, config: Path) -> None:
     )
     assert "stage 1       1 layer and head: " in done.out
     small = shell(*given[:4], "--stages", 1, "--device-memory", "1MB").out
-    assert "does not fit on 1 stage; add some, up to 2" in small and "as asked" not in small
+    assert "does not fit on 1 stage; this model can have 2" in small and "as asked" not in small
     for more in (("--stages", 3), ("--stages", 2, "--ranks", 2), ("--loss", "dpo")):
         assert shell(*given, *more).code == 2
     assert shell("plan", rollouts, "--stages", 2).code == 2

@@ -198,7 +198,8 @@ def further(
     peak = peak_bytes or 0
     if device is not None and not device.fits(peak):
         if stages is not None:  # --ranks is refused with --stages
-            return f"does not fit on {counted(stages, 'stage')}; add some, up to {device.layers:,}"
+            on = counted(stages, "stage")
+            return f"does not fit on {on}; this model can have {device.layers:,}"
         return _what_fits(device, peak)
     if partings.needless is not None:
         return MOVE

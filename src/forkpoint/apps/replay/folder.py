@@ -40,7 +40,7 @@ class ReplayFolder:
     Attributes:
         path: the folder.
         begun: `fixed` of the resumed replay; None for a new replay.
-        budget_bytes: memory budget of the resumed replay; None if it has no limit.
+        budget_bytes: memory budget of the resumed replay; None for a new replay or without a limit.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:

@@ -200,7 +200,7 @@ def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | No
     device = sides[0].policy.host.device
     if config.memory_budget != AUTO or device.type != "cuda":
         return
-    if folder is not None and folder.budget_bytes:
+    if folder is not None and folder.budget_bytes is not None:
         budget = folder.budget_bytes
     else:
         parameters = [parameter for side in sides for parameter in side.parameters]

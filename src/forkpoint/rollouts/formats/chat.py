@@ -134,8 +134,8 @@ def _messages(record: Record, name: str, messages: Any) -> list[dict[str, Any]]:
     ):
         raise record.fail(
             name,
-            f"{name} is {short(messages)}; it takes text, or messages with role and content, both "
-            "in the prompt and after it.",
+            f"{name} is {short(messages)}; it takes text, or messages with role and content. A "
+            "prompt and its completion are both text or both messages.",
         )
     for message in messages:
         content = message.get("content")

@@ -214,7 +214,11 @@ def calibrate(
         }
     samples: dict[str, Sample] = {f"{name} step": each for name, each in of_steps.items()}
     samples |= {f"{name} row": each for name, each in of_rows.items()}
-    ran = whole.in_turn(samples, lambda: left() + effort.host_seconds)
+    ran = whole.in_turn(
+        samples,
+        lambda: left() + effort.host_seconds,
+        optional=("long step", "long row"),  # rotary frequencies may not allow such a prompt
+    )
     steps = {name: each.times for name, each in of_steps.items() if f"{name} step" in ran}
     blocks = {name: each.block_ms for name, each in of_rows.items() if f"{name} row" in ran}
     of_host: dict[str, Any] = _host_times(deep, steps["deep"], blocks) if blocks else {}

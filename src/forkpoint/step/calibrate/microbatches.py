@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -232,14 +232,20 @@ class Rows:
         )
         return HostStep(host, self._group(prompt, response, count), config)
 
-    def in_turn(self, samples: Mapping[str, Sample], left: Callable[[], float]) -> set[str]:
-        """Run all samples repeatedly, in turn. Returns the names of those that the model supports;
-        names of samples that it may refuse begin with "long".
+    def in_turn(
+        self,
+        samples: Mapping[str, Sample],
+        left: Callable[[], float],
+        *,
+        optional: Collection[str] = (),
+    ) -> set[str]:
+        """Run all samples repeatedly, in turn. Returns the names of those that the model supports.
 
         The speed of a host changes within seconds. The difference of two times would contain these
         changes if one were measured after the other.
 
         left: seconds until the time is up.
+        optional: names of samples that the model may refuse.
         """
         ran = set(samples)
         for repeat in range(1 + 2 * self.clock.repeats):
@@ -250,7 +256,7 @@ class Rows:
                 try:
                     samples[name].run()
                 except UnsupportedError:
-                    if not name.startswith("long"):  # rotary frequencies may not allow these
+                    if name not in optional:
                         raise
                     ran.remove(name)
             self.clock.seconds += (time.perf_counter() - begin) * bool(repeat)
