@@ -235,13 +235,47 @@ def test_activations_is_what_costs_less_within_the_budget(
     assert kept.events() == tuple(e for e in plan.events() if not e.startswith("recompute"))
 
 
-def test_keeping_is_preferred_between_combinations_too() -> None:
-    """Offloading the prompt is predicted to save less than the tenth that it has to."""
-    config = Config(sharing="group", memory_budget=1_000_000)
+def test_offloading_must_save_more_than_other_plans() -> None:
     able = Capabilities(checkpoints=("none",))
-    plan = make_plan(group(500, 500, 3), SHAPE, config, calibration=made_up(), capabilities=able)
-    (moved,) = (c.cost for c in plan.candidates if (c.sharing, c.boundary) == ("group", "across"))
-    assert plan.boundary == "within" and 0.9 * plan.cost < moved < 0.96 * plan.cost
+    planned = {
+        budget: make_plan(
+            group(500, 500, 3),
+            SHAPE,
+            Config(sharing="group", memory_budget=budget),
+            calibration=made_up(),
+            capabilities=able,
+        )
+        for budget in (1_000_000, 1_300_000)
+    }
+    tight, free = planned.values()
+    (moved,) = (c for c in tight.candidates if c.boundary == "across")
+    assert tight.boundary == "within" and moved.cost is not None
+    assert 0.952 < moved.cost / tight.cost < 0.96 and "to host memory" in str(moved.refused)
+    (within,) = (c for c in free.candidates if c.boundary == "within")
+    assert free.boundary == "across" and within.cost is not None
+    assert 0.952 < free.cost / within.cost < 0.96 and within.refused is None
+
+
+@pytest.mark.parametrize(
+    ("activations", "host_layers", "cost", "chosen"),
+    [
+        ("recompute", 0, 99.0, True),
+        ("recompute", 0, 99.6, False),
+        ("offload", 0, 96.0, False),
+        ("offload", 0, 94.0, True),
+        ("keep", 2, 96.0, False),
+        ("keep", 2, 94.0, True),
+    ],
+)
+def test_what_a_plan_must_save_to_be_chosen(
+    activations: str, host_layers: int, cost: float, chosen: bool
+) -> None:
+    config = Config(sharing="group", boundary="across")
+    plan = replace(make_plan(group(500, 500, 3), SHAPE, config, calibration=made_up()), cost=100.0)
+    first, *others = plan.microbatches
+    microbatches = (replace(first, activations=activations), *others)
+    other = replace(plan, microbatches=microbatches, host_layers=host_layers, cost=cost)
+    assert planner._chosen([plan, other]) is (other if chosen else plan)
 
 
 @pytest.mark.parametrize("measured", [False, True])

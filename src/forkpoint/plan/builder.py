@@ -49,11 +49,11 @@ DEFAULT_MICROBATCH_TOKENS = 16_384
 # Under a memory budget, microbatches are as long as it allows, up to this. Each microbatch reads
 # and writes all gradients, and a group within one microbatch needs no prefix cache.
 LARGEST_MICROBATCH_TOKENS = 65_536
-# A plan that keeps all activations is preferred to one that does not and costs less by at most this
-# part. On an H200 microbatches 1.1 to 1.8 times as long, with the prompt offloaded, are 0.3% faster
-# to 1.5% slower (benchmarks/results/plan-variants-h200.jsonl), and the first step pins memory for
-# 25 s (step-grid-h200.jsonl, 10240/2048 N=8 at 3a2bc99).
-KEEPING_IS_WORTH = 0.1
+# A plan that moves data to host memory must cost less by this part than one that does not. On an
+# H200, steps of Llama3-8B that offload a prompt of 2,000 tokens take up to 1.09 times as long as
+# predicted, and 1.00 times with 16,000 tokens. The first step that offloads those also pins memory
+# for 26 s (benchmarks/history/plan-preference-h200.jsonl).
+MOVING_MUST_SAVE = 0.05
 # Lengths are reduced by an eighth for plans of at most FEW_MICROBATCHES, and by a quarter for
 # others. Below the first length that fits, SHORTER_TRIED shorter ones are tried.
 FEW_MICROBATCHES = 16
@@ -734,10 +734,9 @@ def _key_of_forest(forest: Forest) -> tuple[bytes, ...]:
 
 
 def cost_with_preference(plan: Plan) -> float:
-    """Cost of a plan, raised by KEEPING_IS_WORTH if activations are not kept or prefix caches are
-    in host memory."""
-    keeps = _keeps_all(plan) and not plan.host_layers
-    return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
+    """Cost of a plan, raised by MOVING_MUST_SAVE if it moves data to host memory."""
+    moves = plan.host_layers or any(m.activations == "offload" for m in plan.microbatches)
+    return plan.cost * (1 + MOVING_MUST_SAVE) if moves else plan.cost
 
 
 def least_memory(plans: Sequence[Plan]) -> Plan:

@@ -11,7 +11,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.builder import (
     BOUNDARIES,
-    KEEPING_IS_WORTH,
+    MOVING_MUST_SAVE,
     SHARINGS,
     BudgetError,
     Builder,
@@ -177,7 +177,7 @@ def _built(
 
 
 def noise_of(plan: Plan) -> float:
-    """Relative difference of costs up to which the simpler of two plans is chosen."""
+    """Relative difference of costs up to which dense is chosen instead of a plan that shares."""
     return NOISE if plan.predicted_ms is None else MEASURED_NOISE
 
 
@@ -220,25 +220,25 @@ def _passed_over(
     cost = candidate.cost
     if cost is None or cost >= chosen.cost:
         return None
-    noise = noise_of(chosen)
+    noise = noise_of(chosen) if chosen.sharing == "none" else NOISE
     if _combination(candidate) in need_fast_host:
         return NEEDS_FAST_HOST
     if chosen.cost <= cost * (1 + noise):
         return f"cheaper by less than {noise:.1%}; the simpler plan is chosen"
-    most = (1 + noise) * (1 + KEEPING_IS_WORTH) - 1
-    return f"cheaper by less than {most:.1%}; does not keep all activations"
+    most = (1 + noise) * (1 + MOVING_MUST_SAVE) - 1
+    return f"cheaper by less than {most:.1%}; moves data to host memory"
 
 
 def _chosen(plans: list[Plan]) -> Plan:
-    """The simplest of the cheapest plans, within noise. It never costs more than dense.
-
-    Plans that keep all activations are preferred, as within a combination.
-    """
-    dense = min((plan.cost for plan in plans if plan.sharing == "none"), default=math.inf)
-    able = [plan for plan in plans if plan.cost <= dense * (1 + NOISE)]
-    cheapest = min(cost_with_preference(plan) for plan in able)
-    most = cheapest * (1 + noise_of(plans[0]))
-    return next(plan for plan in able if cost_with_preference(plan) <= most)
+    """The simplest of the cheapest plans that share, if they cost less than dense by more than
+    noise; otherwise dense."""
+    dense = [plan for plan in plans if plan.sharing == "none"]
+    most = min((plan.cost for plan in dense), default=math.inf)
+    shared = (plan for plan in plans if plan.sharing != "none")
+    cheaper = [p for p in shared if cost_with_preference(p) * (1 + noise_of(p)) < most]
+    compared = cheaper or dense
+    least = min(map(cost_with_preference, compared))
+    return next(p for p in compared if cost_with_preference(p) <= least * (1 + NOISE))
 
 
 def _reason(
