@@ -132,6 +132,7 @@ class Builder:
     _orders: dict[str, SortedRollouts] = field(default_factory=dict)
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
+    _found_first: dict[tuple[str, str], Plan] = field(default_factory=dict)
     _num_loss_entries: dict[object, IntArray] = field(default_factory=dict)
     _packings: dict[object, _Packing] = field(default_factory=dict)
 
@@ -156,6 +157,9 @@ class Builder:
             )
         self.soft: bool = self.config.memory_budget == AUTO
         """Whether plans beyond the budget are made where nothing fits."""
+        self.tries_few: bool = self.soft
+        """Whether the first length of microbatches that fits ends the search, because each step of
+        a training run plans in this way."""
         if self.budget_bytes is None or self.shape is None:
             self.budget_bytes = given
         self.last_tokens: bool = self.routers is not None and self.routers.last_tokens
@@ -229,9 +233,19 @@ class Builder:
         same = sharing == "tree" and self._groups_share_all
         combination = "group" if same else sharing, boundary
         if combination not in self._built:
-            plan = self._fitting(*combination)
-            self._built[combination] = self._with_fewer_segments(plan, *combination)
+            plan = self._with_fewer_segments(self._fitting(*combination), *combination)
+            plans = (plan, self._found_first.get(combination, plan))
+            self._built[combination] = min(
+                plans, key=lambda plan: (not plan.fits, cost_with_preference(plan))
+            )
         return replace(self._built[combination], sharing=sharing)
+
+    def with_every_length(self) -> "Builder":
+        """The builder that tries shorter microbatches too."""
+        found = copy(self)
+        found.tries_few, found._found_first, found._built = False, self._built, {}
+        vars(found).pop("_longer", None)
+        return found
 
     def _with_fewer_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
         """The plan, or one in which rollouts share no short segments if that costs less.
@@ -265,7 +279,8 @@ class Builder:
             return None
         found = copy(self)
         found.least_segment = SHORT_SEGMENT
-        found._orders, found._forests, found._built, found._packings = {}, {}, {}, {}
+        found._orders, found._forests, found._packings = {}, {}, {}
+        found._built, found._found_first = {}, {}
         return found
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
@@ -388,9 +403,8 @@ class Builder:
 
         `moves`: whether prefix caches may be moved to host memory.
 
-        With a measured budget they end with the first plan that fits, after few steps, because each
-        step of a training run plans in this way. With a budget that the user set they end when
-        shorter microbatches no longer help, or at `max_microbatch_tokens` if that fits.
+        If `tries_few`, they end with the first plan that fits, after few steps. Otherwise they end
+        when shorter microbatches no longer help, or at `max_microbatch_tokens` if that fits.
         """
         assert self.budget_bytes is not None
         found = False
@@ -402,7 +416,7 @@ class Builder:
             needed = min(map(peak_of, ways))
             if tokens <= least:
                 return
-            if self.soft:
+            if self.tries_few:
                 if needed <= self.budget_bytes:
                     return
                 longest = max(microbatch.tokens for microbatch in plan.microbatches)
