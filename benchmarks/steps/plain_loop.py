@@ -19,6 +19,7 @@ from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import make_group, make_model, read_rollouts
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import device_for
+from benchmarks.steps.tree import with_advantages
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
@@ -140,7 +141,10 @@ class PlainLoop(Benchmark):
             inside = (whole.group_index >= first) & (whole.group_index < first + self.groups)
             part = whole.select(np.flatnonzero(inside).tolist())
             name = f"{self.file.name}, groups {first} to {first + self.groups - 1}"
-            yield f"{name}, {part.logical_tokens} tokens", part
+            name += f", {part.logical_tokens} tokens"
+            if not any(np.any(rollout.advantage) for rollout in part):  # nothing would run
+                part, name = with_advantages(part, seed=number), f"{name}, random advantages"
+            yield name, part
 
 
 WARM_STEPS = 2

@@ -1,13 +1,15 @@
 """Baselines of shared training: dense at its best, and reported as it was measured."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.attention import Case, dense_lengths
 from benchmarks.shapes import make_group, make_model
-from benchmarks.steps.plain_loop import distance
+from benchmarks.steps.plain_loop import PlainLoop, distance
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
 from forkpoint.plan import make_plan
 
@@ -67,3 +69,14 @@ def test_a_distance_leaves_both_gradients_as_they_are() -> None:
     for _ in range(2):
         assert distance(found, wanted, torch.device("cpu")) == pytest.approx(2 / 2**0.5)
     assert found[0].tolist() == [1.0, 3.0] and wanted[0].tolist() == [1.0, 1.0]
+
+
+def test_groups_without_advantages_get_random_ones(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    with file.open("w") as f:
+        for group, advantage in (("a", 0.0), ("a", 0.0), ("b", 1.0), ("b", -1.0)):
+            row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "advantage": advantage}
+            f.write(json.dumps({**row, "group_id": group}) + "\n")
+    (name, drawn), (_, kept) = PlainLoop(file=file, batches=2)._inputs(512)
+    assert name == "rollouts.jsonl, groups 0 to 0, 6 tokens, random advantages"
+    assert all(drawn.advantages != 0) and kept.advantages.tolist() == [1, 1, 1, -1, -1, -1]
