@@ -487,7 +487,7 @@ the bound. TRL's trainer runs 8 rows at a time with gradient checkpointing and s
 slower than forkpoint without sharing in the same trainer. The two rows of TRL's trainer time the
 update only, without generation. They have no memory limit. The other rows stay below 80 GB. The
 last two columns give peak memory. forkpoint can need more memory than the loop, mainly for
-rollouts of up to 2,048 tokens, because it packs several rollouts into one forward: up to 23% more
+rollouts of up to 2,048 tokens, because it packs several rollouts into one forward: up to 38% more
 in full training, and 61% more with LoRA (`benchmarks/results/plain-loop-h200.jsonl`).
 
 {headlines}
@@ -548,8 +548,10 @@ measurements, others ran on the other GPUs of the machine.
 ## The default plan
 
 Forward and backward with the default plan. The baseline is forkpoint without sharing. While rows of
-commits other than `5bb702c4`, `9aded41d`, `c42e9008` and `89ca7398` were measured, the other GPU of
-the host ran another job, on other cores. A fixed seed selected groups of airline.jsonl (agent
+commits other than `32531497`, `5bb702c4`, `9aded41d`, `c42e9008` and `89ca7398` were measured, the
+other GPU of the host ran another job, on other cores. The default plan of Qwen3-4B *long* without
+FlashAttention-4 was not the fastest at `32531497`. Later commits take the fastest plan, which
+recomputes the prompt's activations. A fixed seed selected groups of airline.jsonl (agent
 conversations) and rag.jsonl (retrieved text). *gsm8k-8* and *gsm8k-64* have 32 prompts of 200
 tokens with 8 or 64 responses of 300 tokens each. *long* has one prompt of 8,192 tokens with 32
 responses of 2,048 tokens. The column *over the best plan* compares the time of the default plan
