@@ -244,12 +244,12 @@ class Rows:
         The speed of a host changes within seconds. The difference of two times would contain these
         changes if one were measured after the other.
 
-        left: seconds until the time is up.
+        left: seconds until the time is up. A further run must end by then.
         optional: names of samples that the model may refuse.
         """
-        ran = set(samples)
+        ran, took = set(samples), 0.0
         for repeat in range(1 + 2 * self.clock.repeats):
-            if repeat > LEAST_REPEATS and left() <= 0:
+            if repeat > LEAST_REPEATS and left() <= took:
                 break
             begin = time.perf_counter()
             for name in [n for n in samples if n in ran]:
@@ -259,7 +259,8 @@ class Rows:
                     if name not in optional:
                         raise
                     ran.remove(name)
-            self.clock.seconds += (time.perf_counter() - begin) * bool(repeat)
+            took = time.perf_counter() - begin
+            self.clock.seconds += took * bool(repeat)
         return ran
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
