@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from forkpoint import Config, ConfigError, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.config import AUTO
 from forkpoint.plan import make_plan, planner
+from forkpoint.plan.builder import Builder
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
 from forkpoint.plan.pricing import meters
@@ -291,6 +292,20 @@ def test_long_steps_try_shorter_microbatches_too(ms_per_token: float, boundary: 
     searched = make_plan(group(500, 500, 5), SHAPE, set_by_user, **options)
     assert plan.predicted_ms and searched.predicted_ms
     assert (plan.predicted_ms > 5000) == (plan.predicted_ms == searched.predicted_ms)
+
+
+def test_lengths_are_searched_further_if_none_fits() -> None:
+    batch = RolloutBatch(
+        Rollout(range(length), [0] * 50 + [1] * (length - 50), 1.0) for length in (350, 550, 300)
+    )
+    options: dict[str, Any] = {
+        "config": Config(sharing="none", boundary="across"),
+        "calibration": made_up(),
+        "capabilities": Capabilities(runs_ahead=True),
+        "budget_bytes": 150_000,
+    }
+    assert not Builder(batch, SHAPE, **options).build("none", "across").fits
+    assert make_plan(batch, SHAPE, **options).fits
 
 
 @pytest.mark.parametrize("measured", [False, True])

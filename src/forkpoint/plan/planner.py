@@ -122,7 +122,8 @@ def make_plan(
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     combinations = list(product(sharings, boundaries))
     plans, candidates, errors = _built(builder, combinations)
-    if min((p.predicted_ms or 0 for p in plans if p.fits), default=0) > LONG_STEP_MS:
+    # If none fits, other lengths may.
+    if min((p.predicted_ms or 0 for p in plans if p.fits), default=math.inf) > LONG_STEP_MS:
         plans, candidates, errors = _built(builder.with_every_length(), combinations)
     if not plans:
         # Errors about limits other than the budget do not say how much memory is needed.
