@@ -43,10 +43,10 @@ MEASURED_NOISE = 0.03
 SLOW_HOST = 1.6
 NEEDS_FAST_HOST = f"costs as much as dense if the host is slower by a factor of {SLOW_HOST}"
 # Predicted time of a step above which a measured budget is searched like one that the user set.
-# Planning then takes about twice as long (up to 0.2 s more). By calibrations of an H200, 24 of 25
-# long steps of Qwen3-4B and Llama3-8B are 0% to 7.6% faster, and one is 4.8% slower, because it
-# moves no data to host memory (1.6% faster in the mean).
-LONG_STEP_MS = 5000.0
+# Planning then takes 10 to 60 ms longer, or on a slow host twice that. By calibrations of four
+# models on an H200, steps of 2 to 5 s are predicted to be 2.4% faster in the mean of 29, longer
+# ones 1.7% in the mean of 12, and those of 0.5 to 2 s 1.3% in the mean of 100.
+LONG_STEP_MS = 3000.0
 
 
 def make_plan(
