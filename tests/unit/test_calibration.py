@@ -291,7 +291,8 @@ def test_long_steps_try_shorter_microbatches_too(ms_per_token: float, boundary: 
     set_by_user = replace(config, memory_budget=1_000_000)
     searched = make_plan(group(500, 500, 5), SHAPE, set_by_user, **options)
     assert plan.predicted_ms and searched.predicted_ms
-    assert (plan.predicted_ms > planner.LONG_STEP_MS) == (plan.predicted_ms == searched.predicted_ms)
+    is_long = plan.predicted_ms > planner.LONG_STEP_MS
+    assert is_long == (plan.predicted_ms == searched.predicted_ms)
 
 
 def test_lengths_are_searched_further_if_none_fits() -> None:
