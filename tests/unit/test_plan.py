@@ -113,7 +113,7 @@ def test_auto_never_costs_more_than_dense(
         cost = plan_cost(plan)
         assert cost in costs
         assert cost <= dense[0]
-        assert cost <= min(costs) * (1 + planner.NOISE)
+        assert cost <= min(costs) * (1 + planner.SIMPLER_IS_WORTH)
 
 
 # Limits

@@ -13,6 +13,7 @@ from forkpoint.plan.builder import (
     BOUNDARIES,
     MOVING_MUST_SAVE,
     SHARINGS,
+    SIMPLER_IS_WORTH,
     BudgetError,
     Builder,
     cost_with_preference,
@@ -229,7 +230,7 @@ def _passed_over(
     cost = candidate.cost
     if cost is None or cost >= chosen.cost:
         return None
-    noise = noise_of(chosen) if chosen.sharing == "none" else NOISE
+    noise = noise_of(chosen) if chosen.sharing == "none" else SIMPLER_IS_WORTH
     if _combination(candidate) in need_fast_host:
         return NEEDS_FAST_HOST
     if chosen.cost <= cost * (1 + noise):
@@ -247,7 +248,7 @@ def _chosen(plans: list[Plan]) -> Plan:
     cheaper = [p for p in shared if cost_with_preference(p) * (1 + noise_of(p)) < most]
     compared = cheaper or dense
     least = min(map(cost_with_preference, compared))
-    return next(p for p in compared if cost_with_preference(p) <= least * (1 + NOISE))
+    return next(p for p in compared if cost_with_preference(p) <= least * (1 + SIMPLER_IS_WORTH))
 
 
 def _reason(

@@ -16,7 +16,7 @@ import numpy as np
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.align import align
-from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS, LONGER_IS_WORTH
+from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS, SIMPLER_IS_WORTH
 from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, forwards_time, order_stages
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
@@ -212,7 +212,7 @@ def choose_size(
         step = _ordered(size, taken[size], stages, budget_bytes, most)
         if step is not None:
             every.append(step)
-            most = min(most, step.time * (1 + LONGER_IS_WORTH)) if step.fits else most
+            most = min(most, step.time * (1 + SIMPLER_IS_WORTH)) if step.fits else most
     fitting = [step for step in every if step.fits]
     if fitting:
         found = next(step for step in fitting if step.time <= most)
