@@ -295,6 +295,15 @@ def test_long_steps_try_shorter_microbatches_too(ms_per_token: float, boundary: 
     assert is_long == (plan.predicted_ms == searched.predicted_ms)
 
 
+def test_a_plan_is_compared_with_dense_that_fits() -> None:
+    """Dense within microbatches costs less than the chosen plan, but does not fit."""
+    plan = make_plan(group(100, 30, 4), SHAPE, budget_bytes=300_000)
+    dense = {c.boundary: c for c in plan.candidates if c.sharing == "none"}
+    assert plan.fits and dense["within"].refused and dense["within"].cost < plan.cost
+    ratio = dense["mixed"].cost / plan.cost
+    assert ratio > 2 and plan.reason == f"predicted {ratio:.2f}x faster than dense"
+
+
 def test_lengths_are_searched_further_if_none_fits() -> None:
     batch = RolloutBatch(
         Rollout(range(length), [0] * 50 + [1] * (length - 50), 1.0) for length in (350, 550, 300)

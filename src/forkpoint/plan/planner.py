@@ -144,7 +144,7 @@ def make_plan(
         candidates = [replace(c, cost=costs.get(_combination(c), c.cost)) for c in candidates]
     else:
         plan = least_memory(plans)
-    dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
+    dense = min((p.cost for p in fitting if p.sharing == "none"), default=None)
     candidates = [
         replace(c, refused=c.refused or _passed_over(c, plan, need_fast_host)) for c in candidates
     ]
@@ -259,11 +259,9 @@ def _reason(
     if config.sharing == "none" or "auto" not in (config.sharing, config.boundary):
         return "as asked"
     if dense is None:
-        return "the cheapest of the compared plans"
+        return "the cheapest of the plans that fit"
     if plan.sharing == "none":
         if any(candidate.refused == NEEDS_FAST_HOST for candidate in candidates):
             return "plans that share cost less than dense only on a fast host"
         return f"no plan that shares costs {noise_of(plan):.1%} less than dense"
-    if dense < plan.cost * (1 + NOISE):
-        return "predicted as fast as dense"
     return f"predicted {dense / plan.cost:.2f}x faster than dense"
