@@ -1,6 +1,7 @@
 """Placing rollouts on ranks: partitions, determinism, costs, and when groups are split."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,19 @@ from forkpoint.parallel.placement.place import place_paths
 from forkpoint.parallel.placement.slots import Cutter, lockstep_cost
 from forkpoint.plan import MODELS, ModelShape
 from forkpoint.plan.pricing.calibration import Curve
-from forkpoint.tree.forest import build_forest
+from forkpoint.tree.forest import IntArray, build_forest
 from made_calibrations import SHAPE as CALIBRATED
 from made_calibrations import made_up
 from strategies import batches
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-0.6b"])
 TOKEN = Rates.of(None)
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
 
 
 def rollout(ids: list[int], group: int = 0, prompt: int = 1) -> Rollout:
@@ -225,15 +232,25 @@ def ten_thousand() -> Paths:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [None, 2_000], ids=["one microbatch", "several"])
 def test_ten_thousand_rollouts_on_512_ranks(ten_thousand: Paths, tokens: int | None) -> None:
-    """Within a second once the forest is built; the best of three counts, cores may be busy."""
+    """Within the time of 40 million additions once the forest is built: 1 to 2.5 s by machine.
+
+    Both are timed in turn; the best of three counts, because cores may be busy.
+    """
     paths = ten_thousand
     forest, rates = paths.forest(), Rates.of(SHAPE)
-    seconds, placed = [], []
-    for _ in range(3):
-        begin = time.process_time()
+    placed: list[IntArray] = []
+
+    def place() -> None:
         placed.append(place_paths(paths, forest, rates, 512, max_microbatch_tokens=tokens))
-        seconds.append(time.process_time() - begin)
-    assert min(seconds) < 1
+
+    def add() -> None:
+        total = 0
+        for number in range(10_000_000):
+            total += number
+
+    times = [(cpu_seconds(place), cpu_seconds(add)) for _ in range(3)]
+    took, added = map(min, zip(*times, strict=True))
+    assert took < 4 * added
     rank = placed[0]
     priced = Priced.of(paths, forest, rates)
     load = priced.items(rank, 512).whole
