@@ -119,6 +119,22 @@ def test_rope_that_depends_on_the_length(kind: str, limit: int) -> None:
             call(batch(limit + 1))
 
 
+def test_rope_parameters_without_a_type(model: nn.Module) -> None:
+    """As in transformers, the type is the legacy key `type`, or else the default."""
+    config: Any = model.config
+    config.rope_parameters = {"rope_theta": 1e4}
+    policy = wrap(model, ACROSS)
+    assert step_error(model, BATCH, losses.GRPO(), policy=policy) < 1e-10
+    for refused in (
+        {"type": "spiral"},
+        {"sliding_attention": None, "full_attention": {"type": "spiral"}},
+        {"rope_type": "default", "full_attention": {"rope_type": "spiral"}},
+    ):
+        config.rope_parameters = {"rope_theta": 1e4, **refused}
+        with pytest.raises(UnsupportedError, match="rope_type is 'spiral'"):
+            policy.score(BATCH)
+
+
 def test_a_model_whose_attention_is_set_to_forkpoints(model: nn.Module) -> None:
     """It cannot be called by itself, but steps run, and leave the setting."""
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]

@@ -159,9 +159,10 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
     """Refuse rotary frequencies that differ between rollouts of at most `longest` tokens."""
     config = decoder_of(causal).config
     found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    # Some families have one entry for each kind of layer; others have a single one.
-    for parameters in [found] if "rope_type" in found else list(found.values()):
-        kind = (parameters or {}).get("rope_type", "default")
+    # Some families have one entry for each kind of layer. Versions of transformers differ in
+    # whether settings beside such entries make the whole a single entry, so all are checked.
+    for parameters in [found, *(entry for entry in found.values() if isinstance(entry, dict))]:
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind in LENGTH_FREE_ROPE:
             continue
         if kind not in KNOWN_ROPE:
