@@ -1,5 +1,6 @@
 """Refusals: by name, with a remedy, before anything runs, leaving everything as it was."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -83,6 +84,17 @@ def test_weights_of_inference_mode() -> None:
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(48, 32).double())
     with pytest.raises(UnsupportedError, match=r"weight was made under torch\.inference_mode: "):
         policy.forward_backward(BATCH, losses.GRPO())
+
+
+def test_a_hook_without_a_hash(model: nn.Module) -> None:
+    @dataclass
+    class Hook:
+        def __call__(self, *_: Any) -> None: ...
+
+    policy = wrap(model, ACROSS)
+    model.lm_head.register_forward_hook(Hook())
+    with pytest.raises(UnsupportedError, match=r"lm_head has a hook in _forward_hooks.*Hook"):
+        policy.score(BATCH)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}

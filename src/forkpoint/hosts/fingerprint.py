@@ -75,7 +75,8 @@ class Fingerprint:
             found += attributes["_modules"].values()
             for kind in HOOKS:
                 if attributes[kind]:
-                    found += dict.fromkeys(map(_hook, attributes[kind].values()))
+                    hooks = map(_hook, attributes[kind].values())
+                    found += {id(hook): hook for hook in hooks}.values()  # some have no hash
         kinds = {plain_class(module) for module in modules}
         for base in sorted({base for kind in kinds for base in kind.__mro__}, key=id):
             found += vars(base).values()
