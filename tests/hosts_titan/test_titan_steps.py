@@ -148,6 +148,14 @@ def test_models_of_few_layers(family: str) -> None:
         assert step_error(model, batch, losses.GRPO()) < BAR
 
 
+def test_models_of_more_layers_than_the_model_has() -> None:
+    """Calibrations divide times by a difference in layers, so the layers repeat."""
+    model: Any = wrap(titan_model("qwen3")).host.shallow(5)
+    assert len(model.layers) == 5
+    assert len([*model.layers.parameters()]) == 5 * len([*model.layers["0"].parameters()])
+    assert step_error(model, BATCH, losses.GRPO()) < BAR
+
+
 # Refusals
 # ------------------------------------------------------------
 

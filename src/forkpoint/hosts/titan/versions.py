@@ -151,8 +151,8 @@ class Version:
         return hidden_1TC
 
     def build(self, model: Any, layers: int, vocabulary: int, positions: int) -> Any:
-        """A model with fewer layers and token ids, at least `positions` rotary embeddings, and
-        uninitialized weights."""
+        """A model with these numbers of layers and token ids, at least `positions` rotary
+        embeddings, and uninitialized weights."""
         args = deepcopy(model.model_args)  # with attributes that are no fields of it
         args.n_layers, args.vocab_size = layers, vocabulary
         args.max_seq_len = max(args.max_seq_len, positions)
@@ -277,7 +277,9 @@ class Version03(Version):
 
     def build(self, model: Any, layers: int, vocabulary: int, positions: int) -> Any:
         config, few = model.config, []
-        for layer in model.config.layers[:layers]:
+        for index in range(layers):
+            # More layers than the model has repeat its own.
+            layer = config.layers[index % len(config.layers)]
             rope = layer.attention.rope
             rope = replace(rope, max_seq_len=max(rope.max_seq_len, positions))
             few.append(replace(layer, attention=replace(layer.attention, rope=rope)))
