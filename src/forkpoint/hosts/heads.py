@@ -30,10 +30,6 @@ class ModelHead(Protocol):
         """Number of outputs for one token."""
         ...
 
-    def weight(self) -> Tensor:
-        """The weight of its last linear layer."""
-        ...
-
     def keeps_logits(self, dtype_bytes: int) -> bool:
         """Whether its logits can be kept for the backward, for a model with `dtype_bytes` bytes for
         a number."""
@@ -72,9 +68,6 @@ class LogprobHead:
 
     def width(self) -> int:
         return self.linear().out_features
-
-    def weight(self) -> Tensor:
-        return self.linear().weight
 
     def keeps_logits(self, dtype_bytes: int) -> bool:
         # Plans count logits in the model's dtype.

@@ -41,17 +41,10 @@ class ValueHead:
         """`critic`: a model with `dropout` and `score`, such as transformers' token classifiers."""
         self.critic = critic
 
-    def _linear(self) -> Any:
+    def check(self) -> None:
         score = self.critic.score
         for wrapped in ("original_module", "base_layer"):  # of peft's modules_to_save and LoRA
             score = getattr(score, wrapped, score)
-        return score
-
-    def weight(self) -> Tensor:
-        return self._linear().weight
-
-    def check(self) -> None:
-        score = self._linear()
         name = type(self.critic).__name__
         if type(score) is not nn.Linear:
             raise UnsupportedError(
