@@ -61,8 +61,6 @@ WRONG = "ReordererSequenceParallel"
 class TitanStyle:
     """How a module is split."""
 
-    style: str
-    """Class name of the style."""
     tensor: DeviceMesh | None
     """Mesh of tensor-parallel ranks, which have the same batch; None if the module only exchanges
     tokens."""
@@ -136,16 +134,16 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
         )
     tensor, expert = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     if "token_dispatcher" not in vars(module):
-        return TitanStyle("Module.parallelize", tensor, None)
+        return TitanStyle(tensor, None)
     if expert is not None:
-        return TitanStyle("Module.parallelize", None, expert)
+        return TitanStyle(None, expert)
     if tensor is not None and _is_in_parts(vars(module)["_sharding_config"].out_dst_shardings):
         raise UnsupportedError(
             f"{where} is under sequence parallelism without expert parallelism, and torchtitan's "
             "gradients below these experts are wrong. Set expert_parallel_degree to "
             "tensor_parallel_degree, or enable_sequence_parallel to False."
         )
-    return TitanStyle("Module.parallelize", tensor, None)
+    return TitanStyle(tensor, None)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -174,10 +172,10 @@ def _style(where: str, hook: Any) -> TitanStyle:
         )
     mesh: DeviceMesh = inside["device_mesh"]
     if style == "ExpertParallel":
-        return TitanStyle(style, None, mesh)
+        return TitanStyle(None, mesh)
     if style == "ExpertTensorParallel":
-        return TitanStyle(style, mesh["etp"], mesh["ep"])
-    return TitanStyle(style, mesh, None)
+        return TitanStyle(mesh["etp"], mesh["ep"])
+    return TitanStyle(mesh, None)
 
 
 def without_hooks(module: nn.Module, known: Sequence[Definition], changes: Changes) -> None:
