@@ -47,12 +47,10 @@ class TitanStock(Stock):
         model: Any = self.model
         kept: list[Tensor] = []
         output = head_of(model)
-        own = output.forward
         with Changes() as during:
             during.replace_forward(output, lambda hidden: kept.append(hidden) or hidden)
             model(ids_NL)
         changes.replace_forward(model, lambda _: output(kept[0]))
-        assert output.forward == own
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
         if dtype == torch.float64:
