@@ -58,6 +58,17 @@ def test_batches_come_in_order_with_what_the_loss_was_given(tmp_path: Path) -> N
     assert second.loss_inputs == {}
 
 
+def test_a_batch_without_advantages_stays_without_them(tmp_path: Path) -> None:
+    batch = RolloutBatch.from_padded([[1, 2, 3]], [[1] * 3], [[0, 1, 1]])
+    with record(tmp_path / "t") as trace:
+        trace.add(batch)
+        trace.add(some())
+    without, given = open_trace(tmp_path / "t")
+    assert list(without.batch) == list(batch) and given.batch.has_advantages
+    with pytest.raises(RolloutError, match="needs advantages"):
+        losses.GRPO().check(without.batch)
+
+
 def test_tensors_of_a_loop_are_kept_as_numbers(tmp_path: Path) -> None:
     """With a graph, in 16 bits, as scalars of either kind: what lies about in a training loop."""
     leaf = torch.tensor([0.5, -1.25], requires_grad=True)

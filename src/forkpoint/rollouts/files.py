@@ -57,6 +57,8 @@ def import_extra(package: str, extra: str, what: str) -> Any:
 def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> None:
     """Write rollouts, one JSON object per line. `load_rollouts` reads equal rollouts.
 
+    Rollouts of a batch without advantages have advantage 0 in the file; `record` keeps this fact.
+
     The suffix selects the format: .jsonl plain, .gz gzip, .zst zstd. A file at `path` is replaced
     after all rollouts are written; after an error it is unchanged. Inputs of images and videos are
     written once each into a second file, `path` with ".media.safetensors" added; if there are none,

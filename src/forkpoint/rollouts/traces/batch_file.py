@@ -2,7 +2,7 @@
 
 Arrays are `rollouts.N.FIELD` (a field of rollout N), `loss_inputs.NAME` (a loss input), and
 `media.SHA256.INPUT` (an input of an image or video). The array `json`, uint8, is JSON text with the
-other fields of each rollout and the other loss inputs.
+other fields of each rollout, the other loss inputs, and whether the batch has advantages.
 """
 
 import json
@@ -21,6 +21,7 @@ from forkpoint.rollouts.files import encode_arrays, media_entries
 from forkpoint.rollouts.formats.limits import ROLLOUT_BYTES, TIMES_FILE, MemoryLimit
 from forkpoint.rollouts.media import Absent
 from forkpoint.rollouts.media_entries import MediaEntries
+from forkpoint.rollouts.rollout import store
 from forkpoint.rollouts.schema import SchemaError, parse_json, read
 
 Arrays = dict[str, NDArray[Any]]
@@ -33,6 +34,7 @@ ARRAYS = frozenset({"json", "rollouts.0.token_ids"})
 class _Json:
     rollouts: tuple[dict[str, Any], ...]
     loss_inputs: dict[str, Any]
+    has_advantages: bool = True
 
 
 def encode(batch: RolloutBatch, loss_arrays: Arrays, loss_values: Mapping[str, Any]) -> bytes:
@@ -58,7 +60,10 @@ def encode(batch: RolloutBatch, loss_arrays: Arrays, loss_values: Mapping[str, A
             elif value is not None:
                 others[number][name] = value
     arrays |= {f"media.{name}": value for name, value in media.items()}
-    text = json.dumps({"rollouts": others, "loss_inputs": loss_values}, sort_keys=True)
+    values: dict[str, Any] = {"rollouts": others, "loss_inputs": loss_values}
+    if not batch.has_advantages:  # other files are the same as before this field existed
+        values["has_advantages"] = False
+    text = json.dumps(values, sort_keys=True)
     arrays["json"] = np.frombuffer(text.encode(), np.uint8)
     return encode_arrays(arrays)
 
@@ -105,6 +110,8 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
         if "media" in rollout:
             rollout["media"] = media.read(rollout["media"], f"rollouts[{number}].media")
     try:
-        return RolloutBatch(Rollout(**rollout) for rollout in rollouts), loss_inputs
+        batch = RolloutBatch(Rollout(**rollout) for rollout in rollouts)
     except (RolloutError, TypeError) as error:  # TypeError: missing or unknown fields
         raise SchemaError(str(error)) from None
+    store(batch, has_advantages=values.has_advantages)
+    return batch, loss_inputs
