@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -90,6 +91,19 @@ def test_pairs_of_chosen_and_rejected(tmp_path: Path) -> None:
     assert [len(group) for group in batch.groups()] == [2, 2, 2], "equal pairs stay apart"
     losses.SimPO(beta=1.0, gamma=0.5).check(batch)
     assert [r.advantage for r in found[:2]] == [1, -1]
+
+
+def test_pairs_of_several_batches_are_apart(tmp_path: Path) -> None:
+    """Those of two lines or items, at the same positions of each."""
+    batches = [
+        {"chosen": [f"{n} c", f"{n} d"], "rejected": [f"{n} e", f"{n} f"]} for n in ("a", "b")
+    ]
+    torch.save(batches, tmp_path / "x.pt")
+    lines = written(tmp_path / "x, line 3.jsonl", *batches)
+    for path, places in ((lines, ("line 1", "line 2")), (tmp_path / "x.pt", ("item 0", "item 1"))):
+        batch = RolloutBatch(load_rollouts(path, tokenizer=tokenizer()))
+        assert [len(group) for group in batch.groups()] == [2] * 4
+        assert batch.group_ids[::2] == tuple(f"{at}, row {n}" for at in places for n in range(2))
 
 
 IMAGE = [{"type": "image", "image": "a.png"}]

@@ -43,9 +43,8 @@ def _chat(record: Record) -> Rollouts:
         chosen, rejected = record.get("chosen"), record.get("rejected")
         if prompt is None:
             prompt, chosen, rejected = _parted(record, chosen, rejected)
-        pair = record.where.rpartition(", ")[2]  # position of a record in its file
         for name, sample, advantage in (("chosen", chosen, 1.0), ("rejected", rejected, -1.0)):
-            yield _sample(record, name, prompt, sample, group_id=pair, advantage=advantage)
+            yield _sample(record, name, prompt, sample, group_id=record.place, advantage=advantage)
         return
     name = record.first("completion", "messages")
     given = None if record.has("advantage") or record.has("reward") else 1.0

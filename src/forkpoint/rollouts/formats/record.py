@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,19 @@ class Record:
     cannot be assigned to the sample.
     tokenize: computes ids of text and messages, for formats with text.
     media: reader of images and videos, for formats with media.
+    path: path of the file, with which `where` begins.
     """
 
     where: str
     values: Mapping[str, Any]
     tokenize: Tokenizer | None = None
     media: MediaEntries | None = None
+    path: Path | None = None
+
+    @property
+    def place(self) -> str:
+        """Position of the record in its file, such as "line 3, row 0"."""
+        return self.where.removeprefix(f"{self.path}, ")
 
     def with_values(self, values: Mapping[str, Any]) -> "Record":
         """The same sample with other values for some names."""
@@ -205,13 +213,14 @@ def samples(
     format: Format,
     tokenize: Tokenizer | None,
     media: MediaEntries | None = None,
+    path: Path | None = None,
 ) -> Iterator[Record]:
     """Yield the samples of a table, or the table itself if it is one sample."""
     settings = table.get(SHARED)
     shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
     key = next((name for name in format.key if table.get(name) is not None), None)
     if key is None or not _is_batch(table[key], text=format.text):
-        yield Record(where, {**shared, **table}, tokenize, media)
+        yield Record(where, {**shared, **table}, tokenize, media, path)
         return
     count = len(table[key])
     columns: dict[str, Any] = {}
@@ -230,7 +239,7 @@ def samples(
             )
     for n in range(count):
         row = {name: column[n] for name, column in columns.items()}
-        yield Record(f"{where}, row {n}", ChainMap(row, shared), tokenize, media)
+        yield Record(f"{where}, row {n}", ChainMap(row, shared), tokenize, media, path)
 
 
 def _is_batch(value: Any, *, text: bool) -> bool:

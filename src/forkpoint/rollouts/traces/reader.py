@@ -180,19 +180,18 @@ class RolloutFile:
                     continue
             self.format, self.notes = format.name, format.notes
             self._check_tokenizer(is_text=format.text)
-            for record in samples(where, value, format, self._tokenize, media):
+            for record in samples(where, value, format, self._tokenize, media, self.path):
                 try:
                     for made in format.rollouts(record):
-                        self._check_new(made[0].rollout_id, record.where, seen)
+                        self._check_new(made[0].rollout_id, record.place, seen)
                         yield made
                 except RecordError as error:
                     yield error
 
-    def _check_new(self, name: str | None, where: str, seen: dict[str, str]) -> None:
+    def _check_new(self, name: str | None, place: str, seen: dict[str, str]) -> None:
         """Raises RecordError if a rollout_id was read before."""
         if name is None:
             return
-        place = where.removeprefix(f"{self.path}, ")
         if name in seen:
             raise RecordError(
                 f"{self.path}: rollout_id {short(name)} is on {seen[name]} and again on {place}; "
