@@ -254,6 +254,13 @@ def test_a_trace_keeps_media(tmp_path: Path) -> None:
     assert [r.media for r in named[:7]] == [r.media for r in batch]
 
 
+def test_reading_a_batch_again_takes_no_more_memory(tmp_path: Path) -> None:
+    with record(tmp_path) as trace:
+        trace.add([rollout(5, image(0))])
+    found = open_trace(tmp_path, memory_limit="20KB")
+    assert all(found[0].batch.media for _ in range(9))
+
+
 @pytest.mark.parametrize("change", ["missing", "another dtype", "other pixels"])
 def test_damaged_media_of_a_trace_are_named(change: str, tmp_path: Path) -> None:
     folder = tmp_path / "t"

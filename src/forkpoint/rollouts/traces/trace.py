@@ -7,6 +7,7 @@ batch. Each file is complete or absent.
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,10 @@ class Trace:
         where = self.files[index]
         if not where.is_file():
             raise TraceError(f"{where} is missing. {AGAIN}")
-        self._memory.check(where.stat().st_size, f"batch {index}")
+        memory = copy(self._memory)  # media are charged to this batch alone
+        memory.check(where.stat().st_size, f"batch {index}")
         try:
-            batch, loss_inputs = decode(where.read_bytes(), self._memory)
+            batch, loss_inputs = decode(where.read_bytes(), memory)
         except SchemaError as error:
             raise TraceError(
                 f"{where} is not a batch of a trace: {str(error).rstrip('.')}. {AGAIN}"
