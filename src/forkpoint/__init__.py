@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forkpoint.version import __version__ as __version__
+
 __all__ = [
     "Config",
     "ConfigError",
@@ -57,8 +59,6 @@ if TYPE_CHECKING:
     from forkpoint.verify.comparison import VerifyReport as VerifyReport
     from forkpoint.wrapping import cut as cut
     from forkpoint.wrapping import wrap as wrap
-
-__version__ = "0.2.0"
 
 # Names are imported at first use. Plans and the help of the CLI need no torch. The command line
 # handles interrupts only after this module is imported.

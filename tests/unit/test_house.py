@@ -22,6 +22,7 @@ EVERY_FILE = [*MODULES, *sorted(BENCHMARKS.rglob("*.py"))]
 pytestmark = pytest.mark.examples
 
 LAYERS = (
+    "version",
     "errors",
     "units",
     "config",
@@ -47,7 +48,7 @@ LAYERS = (
 FACADE = forkpoint.__all__
 CORE = LAYERS[: LAYERS.index("hosts")]
 EXCEPTIONS = {("parallel", "hosts")}
-PLANNING = ("__init__", "errors", "units", "config", "rollouts", "tree", "plan")
+PLANNING = ("__init__", "version", "errors", "units", "config", "rollouts", "tree", "plan")
 """Files and folders that import no torch."""
 WITH_TORCH = ("rollouts.formats",)
 """Folders within them that do."""

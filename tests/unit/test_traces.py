@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,15 @@ def test_the_notes_come_back(tmp_path: Path) -> None:
     found = open_trace(tmp_path / "t").notes
     assert found is not None and found["betas"] == [0.9, 0.95]
     assert found["loss"]["clip_high"] == "Infinity"
+
+
+def test_a_trace_names_the_version_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installed version can be another one."""
+    other = SimpleNamespace(version="0.1.0")
+    monkeypatch.setattr("importlib.metadata.Distribution.from_name", lambda _: other)
+    assert open_trace(recorded(tmp_path / "t")).forkpoint == forkpoint.__version__
 
 
 def test_a_trace_is_read_while_it_grows(tmp_path: Path) -> None:

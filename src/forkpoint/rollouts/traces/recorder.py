@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from forkpoint.rollouts.traces.trace import (
     batch_name,
     is_trace,
 )
+from forkpoint.version import __version__
 
 MOST_ITEM_BYTES = 8
 """Largest size of a number in an array of a batch file."""
@@ -135,7 +135,7 @@ class Recorder:
                 f"{self.path} is not empty: it holds {short(left[0])}. Give an empty or new "
                 "folder, or resume=True to continue a trace."
             )
-        values = {"kind": KIND, "schema": SCHEMA, "forkpoint": _version(), "notes": notes}
+        values = {"kind": KIND, "schema": SCHEMA, "forkpoint": __version__, "notes": notes}
         write_file(self.path / SETTINGS, json.dumps(values, allow_nan=False).encode() + b"\n")
 
     def _check_notes(self, before: Any, now: Any) -> None:
@@ -144,13 +144,6 @@ class Recorder:
                 f"{self.path} was recorded with the notes {short(before)}, and now they are "
                 f"{short(now)}. Record into a new folder."
             )
-
-
-def _version() -> str:
-    try:
-        return version("forkpoint")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 # Notes and loss inputs as JSON ------------------------------------------------------------

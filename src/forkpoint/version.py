@@ -1,0 +1,3 @@
+"""Version of forkpoint."""
+
+__version__ = "0.2.0"
