@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def test_what_the_recorder_refuses(tmp_path: Path) -> None:
         record(tmp_path / "m", notes="ok.json")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"notes is .*object"):
         record(tmp_path / "n", notes={"x": object()})
+    with pytest.raises(ConfigError, match=r"notes is .*: the key 1 is of type int"):
+        record(tmp_path / "n", notes={1: "a", "1": "b"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("path", [None, b"t"])
@@ -48,6 +51,18 @@ def test_what_is_no_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
+@dataclass
+class Odd:
+    a: Any
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) -> None:
     with record(tmp_path) as trace:
         trace.add(some())
@@ -57,6 +72,9 @@ def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) 
             ({"x": np.array(["a"])}, "array of <U1"),
             ({"x": np.ones(2, np.longdouble)}, f"array of {np.dtype(np.longdouble)}"),
             ({3: 1}, "is named 3"),
+            ({"x": {1: "a", "1": "b"}}, "'x' is .*: the key 1 is of type int"),
+            ({"x": Odd(a=[{None: 0}])}, "'x' is .*: the key None is of type NoneType"),
+            ({"x": nested(100_000)}, "'x' is .*: maximum recursion depth"),
             ({"x": torch.eye(2).to_sparse()}, "'x' is a Tensor of torch.float32, torch.sparse"),
             ([], r"loss_inputs is \[\] of type list"),
         )

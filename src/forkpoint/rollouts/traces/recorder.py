@@ -98,8 +98,8 @@ class Recorder:
         Args:
             batch: the rollouts of one step.
             loss_inputs: further inputs of the loss, by name: numbers, text, dataclasses such as
-                `losses.Denominators`, mappings and lists of these, and arrays or tensors. bfloat16
-                and narrower floats are stored as float32.
+                `losses.Denominators`, lists of these and mappings of text to these, and arrays or
+                tensors. bfloat16 and narrower floats are stored as float32.
 
         Returns the number of the batch.
 
@@ -172,12 +172,26 @@ def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
 def _json(value: Any, what: str) -> Any:
     """Convert a value for JSON: tuples become lists, infinities and NaN become their names."""
     try:
-        return json.loads(json.dumps(value, default=_plain), parse_constant=str)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value, default=_plain)
+        _check_keys(value)
+        return json.loads(text, parse_constant=str)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{what} is {short(value)}, which JSON cannot represent: {error}. Give numbers, text, "
-            "booleans, None, lists and mappings of these."
+            "booleans, None, lists of these, and mappings of text to these."
         ) from None
+
+
+def _check_keys(value: Any) -> None:
+    """Raises TypeError for keys that JSON would convert to text, where they may repeat others."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {short(key)} is of type {type(key).__name__}")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)
 
 
 def _plain(value: Any) -> Any:
@@ -186,5 +200,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__array__") and np.ndim(value) == 0:  # scalars of numpy and torch
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        values = asdict(value)
+        _check_keys(values)
+        return values
     raise TypeError(f"{short(value)} is of type {type(value).__name__}")
