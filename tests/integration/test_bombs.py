@@ -26,7 +26,8 @@ MOST_BYTES = 3 * GIB // 2
 READ = """
 import json, resource, sys
 import pyarrow.parquet, zstandard
-import forkpoint
+import forkpoint, forkpoint.rollouts.formats.limits as limits
+limits.host_memory_bytes = lambda: 2**30
 resource.setrlimit(resource.RLIMIT_AS, (MOST, MOST))
 for line in sys.stdin:
     try:

@@ -25,6 +25,7 @@ LAYERS = (
     "version",
     "errors",
     "units",
+    "host_memory",
     "config",
     "device",
     "rollouts",
@@ -48,7 +49,7 @@ LAYERS = (
 FACADE = forkpoint.__all__
 CORE = LAYERS[: LAYERS.index("hosts")]
 EXCEPTIONS = {("parallel", "hosts")}
-PLANNING = ("__init__", "version", "errors", "units", "config", "rollouts", "tree", "plan")
+PLANNING = ("__init__", *LAYERS[: LAYERS.index("device")], "rollouts", "tree", "plan")
 """Files and folders that import no torch."""
 WITH_TORCH = ("rollouts.formats",)
 """Folders within them that do."""

@@ -59,11 +59,38 @@ def test_sizes_are_read_and_shown(tmp_path: Path) -> None:
     assert (exactly(1000), exactly(1097856)) == ("1000 bytes", "1.0 MiB (1,097,856 bytes)")
 
 
-def test_the_default_is_by_the_file(tmp_path: Path) -> None:
-    assert MemoryLimit(write(tmp_path, GOOD)).limit_bytes == LEAST_BYTES
-    path = write(tmp_path, bytes(50 * MIB))
-    assert MemoryLimit(path).limit_bytes == TIMES_FILE * bytes_on_disk(path) > LEAST_BYTES
-    assert MemoryLimit(path, 5).limit_bytes == 5
+TOTAL = "forkpoint.rollouts.formats.limits.host_memory_bytes"
+
+
+def test_the_defaults_are_by_the_file_and_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = write(tmp_path, GOOD), write(tmp_path, bytes(50 * MIB), "large")
+    of_large = TIMES_FILE * bytes_on_disk(large)
+    assert of_large > LEAST_BYTES
+    for total in (4 * LEAST_BYTES, 0):
+        monkeypatch.setattr(TOTAL, lambda total=total: total)
+        for path, piece in ((small, LEAST_BYTES), (large, of_large)):
+            limit = MemoryLimit(path)
+            assert (limit.piece_bytes, limit.limit_bytes) == (piece, max(piece, total // 2))
+    limit = MemoryLimit(large, 5)
+    assert limit.piece_bytes == limit.limit_bytes == 5
+
+
+def test_rollouts_of_a_compressed_file_take_half_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.rollouts.formats.limits.LEAST_BYTES", 200_000)
+    path = write(tmp_path, gzip.compress(line(range(1000)) * 100))
+    monkeypatch.setattr(TOTAL, lambda: 4 * MIB)
+    assert len(load_rollouts(path)) == 100
+    monkeypatch.setattr(TOTAL, lambda: MIB)
+    half = r"are held, but memory_limit is 512.0 KiB, the default, half of the memory of"
+    with pytest.raises(RolloutError, match=half):
+        load_rollouts(path)
+    piece = r"line 1 takes .* memory_limit is 195.3 KiB, the default for a piece of this file"
+    with pytest.raises(RolloutError, match=piece):
+        load_rollouts(write(tmp_path, gzip.compress(line(range(5000)))))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not every file system has files with holes")

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from forkpoint import Config, losses, wrap
-from forkpoint.engine import memory
 from forkpoint.engine.memory import host_memory_share, measured_budget
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.plan import Plan, make_plan
@@ -68,7 +67,7 @@ def test_processes_share_half_of_the_hosts_memory(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     files = (str(tmp_path / "memory.max"), str(tmp_path / "none"))
-    monkeypatch.setattr(memory, "GROUP_LIMITS", files)
+    monkeypatch.setattr("forkpoint.host_memory.GROUP_LIMITS", files)
     assert host_memory_share() == share_gib * GIB
 
 

@@ -4,8 +4,6 @@ import gc
 import logging
 import os
 from collections.abc import Hashable, Iterable
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.engine.distributed import local
 from forkpoint.engine.host import Host
 from forkpoint.errors import ConfigError
+from forkpoint.host_memory import host_memory_bytes
 from forkpoint.plan.device_memory import ADAM_STATES, LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
 from forkpoint.units import GIB, format_bytes, size_in_bytes
@@ -23,8 +22,6 @@ _log = logging.getLogger("forkpoint")
 
 HOST_SHARE = 0.5
 """Part of the machine's memory that training processes may pin by default."""
-GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with the memory limit of a container."""
 LOWERED = 0.75
 """After an out-of-memory error the budget becomes this part of the predicted peak."""
 DOES_NOT_FIT = (
@@ -179,14 +176,10 @@ def host_memory_share() -> int:
     Total memory is used, because free memory differs between ranks, which must plan equally. Where
     no launcher tells the number of processes on the machine, all ranks are assumed to be on it.
     """
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in GROUP_LIMITS:
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            total = min(total, int(Path(path).read_text()))
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     processes = max(1, int(here)) if here.isdecimal() else ranks
-    return max(LEAST_BYTES, int(total * HOST_SHARE) // processes // GIB * GIB)
+    return max(LEAST_BYTES, int(host_memory_bytes() * HOST_SHARE) // processes // GIB * GIB)
 
 
 def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:

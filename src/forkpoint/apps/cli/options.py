@@ -241,7 +241,8 @@ class Reading:
         tokenizer: Tokenizer for files with text or messages: a tokenizer.json, a folder, or a name
             on the Hub. It is refused for files with token ids.
         memory_limit: Largest memory for reading FILE, for the rollouts and for their plan, such as
-            8GB. By default 640 MiB, or 16 times the size of FILE on disk if that is more.
+            8GB. By default half of the memory of the machine or its container, and for one line,
+            row group or batch 640 MiB, or 16 times the size of FILE on disk if that is more.
     """
 
     format: FormatName = "auto"

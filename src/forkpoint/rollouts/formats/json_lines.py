@@ -32,8 +32,8 @@ _LARGEST_WINDOW_BYTES = 1 << 31
 def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
 
-    Compression is recognised by content. A line may take a sixteenth of the remaining memory,
-    because parsing takes up to 16 times its bytes.
+    Compression is recognised by content. A line may have a sixteenth of the bytes of the limit on a
+    piece, because parsing takes up to 16 times its bytes.
 
     Raises RolloutError if the file is truncated or damaged, or has a longer line.
     """
@@ -70,7 +70,7 @@ def _pieces(path: Path, memory: MemoryLimit) -> Iterator[bytes]:
 def _zstd_pieces(path: Path, file: io.BufferedReader, memory: MemoryLimit) -> Iterator[bytes]:
     """Yield the content of a zstd file. zstandard's stream_reader accepts truncated files."""
     zstandard = import_extra("zstandard", "zstd", f"{path} is compressed with zstd, which")
-    window = min(_LARGEST_WINDOW_BYTES, max(_USUAL_WINDOW_BYTES, memory.limit_bytes // 4))
+    window = min(_LARGEST_WINDOW_BYTES, max(_USUAL_WINDOW_BYTES, memory.piece_bytes // 4))
     frame: Any = None
     while piece := file.read(_ZSTD_PIECE_BYTES):
         while piece:

@@ -281,8 +281,9 @@ def load_rollouts(
             the last.
         memory_limit: limit on memory for the rollouts and for one line, row group or batch of the
             file, in bytes or as text such as "8GB". Sizes are estimated before allocation;
-            docs/reference/security.md lists memory without a limit. None means 640 MiB, or 16 times
-            the size of the file if that is more.
+            docs/reference/security.md lists memory without a limit. None means two limits: 640 MiB,
+            or 16 times the size of the file if that is more, for one line, row group or batch; and
+            half of the memory of the machine or its container for all.
 
     Raises:
         RolloutError: a record is not a rollout, or has the rollout_id of another one; or the file
