@@ -22,7 +22,7 @@ import safetensors.numpy
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, check_rollouts, short
 from forkpoint.rollouts.disk import pixels_path, replacing, write_file
-from forkpoint.rollouts.media_entries import Arrays, entries_of
+from forkpoint.rollouts.media_entries import Arrays, entry_of
 
 _FIELDS = tuple(field.name for field in fields(Rollout))
 REQUIRED = ("token_ids", "loss_mask", "advantage")
@@ -165,7 +165,8 @@ def _line(rollout: Rollout, position: int, arrays: Arrays) -> bytes:
 
 def media_entries(rollout: Rollout, position: int, arrays: Arrays) -> Any:
     """Entries of a rollout's media; None without media. Their arrays are added to `arrays`."""
-    return entries_of(rollout.media, arrays, _named(rollout, position)) or None
+    where = _named(rollout, position)
+    return [entry_of(medium, arrays, where) for medium in rollout.media] or None
 
 
 def check_writable(rollout: Rollout, position: int) -> None:

@@ -53,15 +53,11 @@ ArrayOf = Callable[[str, Absent], NDArray[Any]]
 """Returns the array with this name, shape and dtype. Raises SchemaError if they differ."""
 
 
-def entries_of(media: tuple[Media, ...], arrays: Arrays, where: str) -> list[dict[str, Any]]:
-    """Make entries of media. The arrays that they name are added to `arrays`.
+def entry_of(medium: Media, arrays: Arrays, where: str) -> dict[str, Any]:
+    """Make the entry of a medium. The arrays that it names are added to `arrays`.
 
     Raises RolloutError, beginning with `where`, for inputs that files cannot have.
     """
-    return [_entry_of(medium, arrays, where) for medium in media]
-
-
-def _entry_of(medium: Media, arrays: Arrays, where: str) -> dict[str, Any]:
     if medium.is_absent:
         raise RolloutError(
             f"{where} has {medium!r} without its pixels, which cannot be written. Read its file "
