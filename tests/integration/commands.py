@@ -11,7 +11,8 @@ import pytest
 
 from forkpoint import Rollout, save_rollouts
 from forkpoint.apps.cli import main
-from forkpoint.apps.cli.output import Output, plain
+from forkpoint.apps.cli.output import Output
+from forkpoint.rollouts.schema import finite
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 VOCABULARY = 61
@@ -62,7 +63,7 @@ class Shell:
 
         def tell(out: Output, values: dict[str, Any]) -> None:
             result(out, values)
-            told.append(json.dumps(plain({**values, **out.facts}), allow_nan=False))
+            told.append(json.dumps(finite({**values, **out.facts}), default=str, allow_nan=False))
 
         with mock.patch.object(Output, "result", tell):
             code = self.run([str(argument) for argument in arguments])

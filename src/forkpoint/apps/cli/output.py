@@ -56,9 +56,9 @@ class Output:
                 self._console.print(thing, soft_wrap=isinstance(thing, str) and not self._terminal)
 
     def result(self, values: dict[str, Any]) -> None:
-        """Print the JSON line if --json is set. NaN and infinities become null."""
+        """Print the JSON line if --json is set. Paths become text, NaN and infinities null."""
         if self.json_only and not self.silent:
-            print(json.dumps(plain({**values, **self.facts}), allow_nan=False))
+            print(json.dumps(finite({**values, **self.facts}), default=str, allow_nan=False))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
@@ -120,8 +120,3 @@ def options(command: Any) -> dict[str, Any]:
     for name, value in asdict(command).items():
         found |= value if isinstance(value, dict) else {name: value}
     return found
-
-
-def plain(value: Any) -> Any:
-    """Convert a tree for JSON: paths become text, NaN and infinities become null."""
-    return json.loads(json.dumps(finite(value), default=str))

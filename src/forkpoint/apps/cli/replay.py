@@ -23,7 +23,7 @@ from forkpoint.apps.cli.options import (
     load_batch,
     show_source,
 )
-from forkpoint.apps.cli.output import Output, options, plain, table
+from forkpoint.apps.cli.output import Output, options, table
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
@@ -157,7 +157,7 @@ class Replay:
                 about={
                     "command": shlex.join(["forkpoint", *sys.argv[1:]]),
                     "file": Path(self.file).name,
-                    "options": plain(options(self)),
+                    "options": options(self),
                     "versions": versions(),
                 },
                 on_step=lambda _: advance(1),
