@@ -77,11 +77,6 @@ class ReplayStep:
     difference: ParameterDifference | None
     """Difference of the parameters after this step; None without a baseline."""
 
-    @property
-    def bound(self) -> float:
-        """Counted FLOPs of dense training divided by those of the tokens that run."""
-        return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
-
 
 def step_of(values: Mapping[str, Any]) -> ReplayStep:
     """Inverse of `dataclasses.asdict` for a step."""

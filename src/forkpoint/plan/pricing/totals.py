@@ -116,7 +116,6 @@ class Totals:
     """Predicted time of all steps in milliseconds; None without a calibration."""
     predicted_peak_bytes: int | None = None
     """Largest peak of any batch; None without a model shape."""
-    rests_on: str = ""
     cost: float = 0.0
     """Predicted cost of the plans, in `cost_unit`."""
     cost_unit: str = ""
@@ -130,7 +129,7 @@ class Totals:
         `unlimited`: the plan of the batch without a limit of memory.
         """
         self.batches += 1
-        self.shape, self.rests_on = plan.shape, plan.rests_on
+        self.shape = plan.shape
         self.rollouts += plan.rollouts
         self.groups += int(batch.group_index.max(initial=-1)) + 1
         self.trained_tokens += batch.trained_tokens
