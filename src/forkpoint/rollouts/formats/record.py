@@ -5,7 +5,7 @@ Imports no torch. Values are numbers, text, lists and numpy arrays.
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,6 @@ class Record:
     def place(self) -> str:
         """Position of the record in its file, such as "line 3, row 0"."""
         return self.where.removeprefix(f"{self.path}, ")
-
-    def with_values(self, values: Mapping[str, Any]) -> "Record":
-        """The same sample with other values for some names."""
-        return replace(self, values=ChainMap(dict(values), dict(self.values)))
 
     def fail(self, field: str, message: str) -> RecordError:
         return RecordError(f"{self.where}: {message}", field)

@@ -5,6 +5,7 @@ Each function makes the rollouts of one record, which is a sample. Imports no to
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -260,7 +261,7 @@ def _prime_rl(record: Record) -> Rollouts:
     """
     weights = record.get("rl_weights")
     if isinstance(weights, list) and all(value is None for value in weights):
-        record = record.with_values({"rl_weights": None})
+        record = replace(record, values={**record.values, "rl_weights": None})
     ids = record.ids("token_ids")
     yield make(
         record,
