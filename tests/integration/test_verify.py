@@ -88,6 +88,12 @@ def test_denominators_of_the_caller() -> None:
     assert report.nearest.worst[0].norm != own.nearest.worst[0].norm
 
 
+def test_a_parameter_without_elements() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    assert wrap(model, ACROSS).verify(forked_batch(), LOSS).passed
+
+
 # What is not is caught ---------------------------------------------------------------------------
 
 

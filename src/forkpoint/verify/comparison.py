@@ -479,7 +479,7 @@ def parameter_errors(
         if dtype == torch.float64:
             allowed = FLOAT64_BAR * total
         else:
-            few = 1 + 2 / math.sqrt(count)
+            few = 1 + 2 / math.sqrt(max(1, count))
             ulp = torch.finfo(dtype).eps * max(norms[name], LEAST_PART * typical)
             allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
         errors.append(ParameterError(name, norms[name], shared_errors[name], dense_error, allowed))
