@@ -112,6 +112,16 @@ def test_heads_run_in_groups_where_repeated_keys_take_much_memory(
     equal((cache.grad_k, cache.grad_v), (expected["cache_k"], expected["cache_v"]))
 
 
+def test_the_gradients_of_one_key_head_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    k = torch.zeros(4, 1, 2)
+    q, lse = k.expand(4, 8, 2), torch.zeros(8, 4)
+    found = q.clone(), k.clone(), k.clone()
+    kernel = dataclasses.replace(RECORDS["cpu_flash"], backward=lambda *_: found, repeats_keys=True)
+    monkeypatch.setattr(operator, "REPEATED_BYTES", 1)
+    inputs, launch = BackwardInputs(q, q, k, k, q, lse), FOREST.table().calls[0]
+    assert operator._launch_backward(kernel, inputs, launch, Options(1.0)) is found
+
+
 def test_a_microbatch_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:
     """No planner makes such a microbatch, but a gradient is never uninitialised memory."""
     x = dataclasses.replace(CASE, sinks=False).inputs()

@@ -189,7 +189,7 @@ def _launch_backward(
     heads, key_heads = q.shape[1], k.shape[1]
     repeated_bytes = len(k) * heads * (k.shape[2] + v.shape[2]) * k.element_size()
     fewest = -(-repeated_bytes // REPEATED_BYTES)
-    if not kernel.repeats_keys or heads == key_heads or fewest <= 1:
+    if not kernel.repeats_keys or key_heads in (1, heads) or fewest <= 1:
         return kernel.backward(inputs, launch, options)
     groups = next((n for n in range(fewest, key_heads) if key_heads % n == 0), key_heads)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
