@@ -26,4 +26,8 @@ VERL = (
         call=lambda: checked(qat=Options(enable=True)),
         message="actor_rollout_ref.actor.fsdp_config.qat.enable is true;",
     ),
+    Kind(
+        call=lambda: checked(mixed_precision=Options(param_dtype=16)),
+        message="actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype is 16;",
+    ),
 )

@@ -35,7 +35,7 @@ prefixes of a role's keys."""
 REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     **{key: (bool, "false", reason) for key, reason in OFF.items()},
     "{engine}mixed_precision.param_dtype": (
-        lambda dtype: str(dtype).removeprefix("torch.") in ("fp16", "float16", "half"),
+        lambda dtype: str(dtype).removeprefix("torch.") in ("16", "fp16", "float16", "half"),
         "bf16 or fp32",
         "verl scales losses for float16, which has not been shown exact.",
     ),
