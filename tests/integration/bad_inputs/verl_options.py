@@ -3,7 +3,7 @@
 from typing import Any
 
 from bad_inputs.kind import Kind
-from forkpoint.integrations.verl.refusals import check_options, check_strategy
+from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 
 
 class Options(dict[str, Any]):
@@ -15,6 +15,10 @@ class Options(dict[str, Any]):
 
 def checked(**engine: Any) -> None:
     check_options(Options(forward_only=False, **engine), Options())
+
+
+def check_mini_batch(**options: Any) -> None:
+    check_batch(options, lambda data, key, default: data.get(key, default), scores=False)
 
 
 VERL = (
@@ -29,5 +33,10 @@ VERL = (
     Kind(
         call=lambda: checked(mixed_precision=Options(param_dtype=16)),
         message="actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype is 16;",
+    ),
+    # verl's SFT trainers give the string of their configuration.
+    Kind(
+        call=lambda: check_mini_batch(pad_mode="right"),
+        message="a mini-batch has pad_mode 'right';",
     ),
 )

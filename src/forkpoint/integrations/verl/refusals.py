@@ -139,7 +139,8 @@ def check_batch(data: Any, get: Callable[..., Any], *, scores: bool) -> None:
     for key, why in BATCH_OPTIONS.items():
         if asked[key]:
             raise UnsupportedError(f"a mini-batch asks for {key}: {why}.")
-    mode = str(getattr(get(data=data, key="pad_mode", default="no_padding"), "value", "no_padding"))
+    given = get(data=data, key="pad_mode", default="no_padding")
+    mode = str(getattr(given, "value", given))  # verl's enumeration, or its value
     if mode != "no_padding":
         raise UnsupportedError(
             f"a mini-batch has pad_mode {short(mode)}; forkpoint's engine takes no_padding. Set "
