@@ -109,15 +109,18 @@ def test_text_needs_a_language_model_that_trains() -> None:
         assert "no parameter that these rollouts run requires a gradient" in message, message
 
 
-def sharded_stages() -> str:
+def sharded_stages() -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
     model = tiny_multimodal("qwen3_vl")
     cut(model, mesh)
     policy = wrap(fully_shard(model, mesh=mesh["dp"]), mesh=mesh)
-    return said(lambda: policy.forward_backward(RolloutBatch(TREE), GRPO()))
+    batch, runs = RolloutBatch(TREE), []
+    step = said(lambda: policy.forward_backward(batch, GRPO()))
+    return [step, said(lambda: policy.verify(batch, GRPO(), progress=runs.append)), *runs]
 
 
 @pytest.mark.slow
 def test_sharded_stages_refuse_images() -> None:
-    for message in run_ranks(2, sharded_stages):
-        assert "Use DistributedDataParallel" in message, message
+    for messages in run_ranks(2, sharded_stages):
+        assert len(messages) == 2, messages
+        assert all("Use DistributedDataParallel" in message for message in messages), messages

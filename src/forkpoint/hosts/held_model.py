@@ -262,6 +262,12 @@ class HeldModel:
         idle = () if encodes else self.entry.encoder.modules
         self.entry.encoder.check_batch(batch)
         self.entry.check_batch(batch)
+        if encodes and "stage" in self.topology.relations and self.topology.reduces:
+            raise UnsupportedError(
+                "the rollouts have media, which have not been shown exact on stages of a pipeline "
+                "that fully_shard holds. Use DistributedDataParallel, or a mesh without the "
+                "dimension 'pp'."
+            )
         fingerprint = self.fingerprint()
         found = fingerprint, training, routed, encodes
         if found != self._checked:

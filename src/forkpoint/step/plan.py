@@ -96,11 +96,6 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
             )
         counted = counted or not isinstance(request, ComparedRequest)
     work = router_work(host, batch, router, counts, expert_counts=counted)
-    if batch.media and "stage" in host.topology.relations and host.topology.reduces:
-        raise UnsupportedError(
-            "the rollouts have media, which have not been shown exact on stages of a pipeline that "
-            "fully_shard holds. Use DistributedDataParallel, or a mesh without the dimension 'pp'."
-        )
     if work and router is not None and loss is not None:
         check_averaged(host.group, loss)
     return LocalStep(
