@@ -24,25 +24,15 @@ def launch_kernel(name: str, launch: Launch, asked: Asked) -> Kernel:
 
     Raises UnsupportedError as `select_kernel`, and if a named kernel cannot serve the launch.
     """
-    able = _able(asked) if name == AUTO else (select_kernel(name, asked),)
-    refusals = {kernel.name: kernel.launch_refusal(launch, asked) for kernel in able}
-    able = [kernel for kernel in able if refusals[kernel.name] is None]
-    pairs = launch.max_q * launch.max_k * launch.count
-    for kernel in able:
-        if name != AUTO or pairs >= kernel.auto_pairs:
-            return kernel
-    if able:
-        return able[0]
-    if not refusals:
-        return select_kernel(name, asked)
-    if name != AUTO:
-        raise UnsupportedError(
-            f"Attention kernel {name!r} cannot serve: {refusals[name]}. Use 'auto'."
-        )
-    reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refusals.items())
-    raise UnsupportedError(
-        f"No attention kernel can serve a launch: {reasons}. Use another dtype or device."
-    )
+    if name == AUTO:
+        pairs = launch.max_q * launch.max_k * launch.count
+        for kernel in _able(asked):
+            if pairs >= kernel.auto_pairs and kernel.launch_refusal(launch, asked) is None:
+                return kernel
+    kernel = select_kernel(name, asked)
+    if (why := kernel.launch_refusal(launch, asked)) is not None:
+        raise UnsupportedError(f"Attention kernel {name!r} cannot serve: {why}. Use 'auto'.")
+    return kernel
 
 
 @lru_cache(maxsize=1024)
