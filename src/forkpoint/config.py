@@ -14,6 +14,8 @@ Checkpointing = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
 Split = Literal["replicate", "exchange"]
 HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
+"""Names of statistics of a token's distribution, without gradients; see
+`ops.head.token_outputs`."""
 AUTO = "auto"
 _TAKES: dict[str, tuple[Any, str]] = {
     "attention_kernel": (str, "a kernel's name or 'auto'"),

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.ops.head import STATISTICS, logprobs, token_outputs
+from forkpoint.config import HEAD_STATISTICS
+from forkpoint.ops.head import logprobs, token_outputs
 from head_reference import logits_reference, token_logprobs, token_logprobs_reference
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
@@ -327,7 +328,7 @@ def test_statistics(options, dtype, bar, bare):
     leaves, rest = make(dtype=dtype, bias=not bare)
     if bare:
         del rest["temperature_T"]
-    found = token_outputs(**leaves, **rest, entropy=True, statistics=STATISTICS, **options)
+    found = token_outputs(**leaves, **rest, entropy=True, statistics=HEAD_STATISTICS, **options)
     plain = token_outputs(**leaves, **rest, entropy=True, **options)
     wanted = [x for x in leaves.values() if x is not None]
     grads = []

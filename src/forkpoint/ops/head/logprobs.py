@@ -36,8 +36,6 @@ _NO_PROBABILITY = -1e4
 
 KEPT_TOKENS = 8192
 """Number of tokens whose logits are kept as one tensor, rounded up to whole chunks."""
-STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
-"""Names of statistics of a token's distribution, without gradients; see `token_outputs`."""
 
 
 class _Options(NamedTuple):
@@ -98,7 +96,7 @@ def token_outputs(
         shard: `weight_VC` and `bias_V` have only this rank's rows of the vocabulary. Labels are of
             the whole vocabulary. All ranks of the group must call this with the same tokens, and
             get the same results. The backward is collective as well.
-        statistics: names in STATISTICS; empty with a shard.
+        statistics: names in config.HEAD_STATISTICS; empty with a shard.
 
     Returns:
         "logprobs", "entropies" if asked for, and statistics without a gradient: "mean_logits",
