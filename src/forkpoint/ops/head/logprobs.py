@@ -90,7 +90,7 @@ def token_outputs(
         entropy: whether to compute entropies, which takes one more pass over the logits.
         softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
         logit_scale: factor of the logits (Cohere's logit_scale).
-        chunk_tokens: number of tokens whose logits exist at a time.
+        chunk_tokens: number of tokens whose logits exist at a time, at least 1.
         keep_logits: keep all T x V logits for the backward instead of computing them again. With
             more than KEPT_TOKENS tokens, the weight's gradient is summed in float32.
         shard: `weight_VC` and `bias_V` have only this rank's rows of the vocabulary. Labels are of
@@ -104,7 +104,7 @@ def token_outputs(
         All are [T], in float32 (float64 for float64).
 
     Raises:
-        ConfigError: for a chunk_tokens below 1 or a softcap that is not positive.
+        ConfigError: for a softcap that is not positive.
         UnsupportedError: for statistics with a shard.
     """
     if shard is not None and statistics:
@@ -113,8 +113,6 @@ def token_outputs(
             "ranks hold the vocabulary together. Leave head_statistics out, or the output head "
             "out of the model's tp_plan."
         )
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}; it takes a whole number of at least 1.")
     if softcap is not None and softcap <= 0:
         raise ConfigError(f"softcap is {softcap}; it takes a positive number, or None for no cap.")
     assert hidden_TC.ndim == 2 and labels_T.shape == hidden_TC.shape[:1], "one label per token"
