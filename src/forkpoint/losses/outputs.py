@@ -64,16 +64,9 @@ class LossOutputs(PerToken):
     Reading log-probs of a critic, or values of a language model, raises ConfigError.
     """
 
-    def __init__(
-        self,
-        *,
-        logprobs: Tensor | None = None,
-        entropies: Tensor | None = None,
-        values: Tensor | None = None,
-        **statistics: Tensor,
-    ) -> None:
-        """`statistics`: results of Config(head_statistics=...), without a graph."""
-        given = {"logprobs": logprobs, "entropies": entropies, "values": values, **statistics}
+    def __init__(self, **per_token: Tensor | None) -> None:
+        """`per_token`: the outputs above, and results of Config(head_statistics=...), which have no
+        graph. None is dropped."""
         self.per_token: Mapping[str, Tensor] = {
-            name: value for name, value in given.items() if value is not None
+            name: value for name, value in per_token.items() if value is not None
         }
