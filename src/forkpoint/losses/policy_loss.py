@@ -232,8 +232,7 @@ class GRPO(PolicyLoss):
             self.dual_clip,
         )
 
-    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
-        return self.zero_without_advantage(batch)
+    zero_rollouts = PolicyLoss.zero_without_advantage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,8 +296,7 @@ class DrGRPO(GRPO):
         total = batch.trained(terms_T).sum()
         return divide(total, batch.denominators.rollouts * self.max_tokens)
 
-    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
-        return self.zero_without_advantage(batch)
+    zero_rollouts = PolicyLoss.zero_without_advantage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,8 +335,7 @@ class CISPO(PolicyLoss):
         low, high = 1 - self.clip, 1 + upper(self.clip, self.clip_high)
         return batch.loss_mask & ((weights_T < low) | (weights_T > high))
 
-    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
-        return self.zero_without_advantage(batch)
+    zero_rollouts = PolicyLoss.zero_without_advantage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,8 +371,7 @@ class SAPO(PolicyLoss):
         ratios_T = ratios(log_ratios(logprobs_T, batch))
         return 4 / tau_T * torch.sigmoid(tau_T * (ratios_T - 1)) * advantages_T
 
-    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
-        return self.zero_without_advantage(batch)
+    zero_rollouts = PolicyLoss.zero_without_advantage
 
 
 @dataclass(frozen=True, kw_only=True)
