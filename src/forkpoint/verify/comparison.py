@@ -202,7 +202,6 @@ class Comparison:
             verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
             plans=tuple(plans),
             dense_error=reference.dense_error,
-            dense_loss_difference=dense.loss - run.loss,
             dense_router_loss_difference=_difference(dense.router_loss, run.router_loss),
             dense_logprob_difference=comm.most(
                 _largest(dense.per_token[head] - run.per_token[head])

@@ -185,7 +185,6 @@ class VerifyReport:
         plans: findings of each plan, in the order in which they ran.
         dense_error: error of the dense run over all parameters, relative to the norm of the
             reference gradient.
-        dense_loss_difference: loss of the dense run minus loss of the reference.
         dense_logprob_difference: largest difference between log-probs (values for a critic) of the
             dense run and of the reference.
         dense_router_loss_difference: router loss of the dense run minus that of the reference; None
@@ -202,7 +201,6 @@ class VerifyReport:
     reason: str | None = None
     plans: tuple[PlanFindings, ...] = ()
     dense_error: float = math.nan
-    dense_loss_difference: float = math.nan
     dense_logprob_difference: float = math.nan
     dense_router_loss_difference: float | None = None
 
