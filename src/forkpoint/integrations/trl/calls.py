@@ -237,8 +237,6 @@ class HeadAnswer:
     log_sum_sq_probs: Tensor | None = None
     mean_logits: Tensor | None = None
     is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
-    loss: Tensor | None = None
     aux_loss: Tensor | None = None
 
 
