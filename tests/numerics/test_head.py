@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.config import HEAD_STATISTICS
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.head import logprobs, token_outputs
 from head_reference import logits_reference, token_logprobs, token_logprobs_reference
 
