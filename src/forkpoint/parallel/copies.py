@@ -7,11 +7,13 @@ summed over ranks. If the ranks had different tokens, the sums would be wrong wi
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.errors import ForkpointError, RankError
@@ -56,14 +58,37 @@ def contents_of(
             digest.update(np.ascontiguousarray(array).tobytes())
     if batch.media:
         digest.update(batch.content(0, batch.logical_tokens))
-    # The repr of some objects has their address, which differs between ranks.
-    extras = re.sub(r" at 0x[0-9a-f]+", "", repr((batch.group_ids, batch.extras)))
-    digest.update(extras.encode(errors="replace"))
+    for part in _contents((batch.group_ids, batch.extras)):
+        digest.update(part)
     microbatches = hashlib.blake2b(digest_size=16)
     for plan in plans:
         microbatches.update(repr(plan.microbatches).encode())
         microbatches.update(repr(plan.program).encode())
     return Contents(digest.hexdigest(), microbatches.hexdigest(), tuple(numbers), config)
+
+
+def _contents(value: object) -> Iterator[bytes]:
+    """Contents of an object, in parts. Dicts that differ only in the order of keys are equal."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield f"array {value.dtype} {value.shape};".encode()
+        yield value.tobytes()
+    elif isinstance(value, Tensor) and value.layout == torch.strided:
+        yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
+        yield value.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
+    elif isinstance(value, Mapping):
+        yield f"dict {len(value)};".encode()
+        for key in sorted(value, key=repr):
+            yield from _contents(key)
+            yield from _contents(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__name__} {len(value)};".encode()
+        for item in value:
+            yield from _contents(item)
+    else:
+        # The repr of some objects has their address, which differs between ranks.
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode(errors="replace")
+        yield f"{len(text)};".encode()
+        yield text
 
 
 def check_copies(
