@@ -2,18 +2,34 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
+from forkpoint.engine.prefix_cache import PrefixCache
+from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
+from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.step import RankStep
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.align import align
 from forkpoint.plan.gathering import RankCosts, choose_split, link_cost
-from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, RETURN, SCORE, SHARE
+from forkpoint.plan.program import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    RECOMPUTE,
+    RETURN,
+    SCORE,
+    SHARE,
+    Instruction,
+)
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import (
     SharedPrompt,
@@ -202,3 +218,18 @@ def test_a_forest_is_split() -> None:
     assert split.length.tolist() == [2, 1, 1, 1] and split.start.tolist() == [0, 2, 3, 3]
     assert split.parent.tolist() == [-1, 0, 1, 1] and split.leaf.tolist() == [2, 3]
     assert forest.split({0: 3}).length.tolist() == [3, 1, 1]
+
+
+def test_a_rank_without_exchanged_prompts_makes_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [SharedPrompt("", 3, 0, (0, 1))]
+    step = RankStep(DataRanks(2, 3, (0, 1, 2)))
+    layout = {("", "k"): (False, (2,), torch.float32)}
+    monkeypatch.setattr(step, "gather", lambda _: [{"layout": layout}, {"layout": {}}, {}])
+    monkeypatch.setattr(DataRanks, "group_of", lambda *_: None)
+    plan = make_plan(RolloutBatch([rollout([1], [2], "a")]))
+    exchange = PromptExchange(step, prompts, (), plan, nn.Identity(), torch.device("cpu"))
+    cache = PrefixCache(4, gradients=True)
+    exchange.begin_pass(cache)
+    for operation in (SHARE, RETURN):
+        exchange.before(Instruction(operation, 0, IDLE), cast(Any, None))
+    assert not cache.layout()

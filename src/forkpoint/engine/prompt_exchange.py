@@ -74,7 +74,8 @@ class PromptExchange(Feature):
         before, ranks.phase = ranks.phase, "exchanging"
         group = ranks.group_of(self._device)
         with torch.no_grad():
-            for name in sorted(self._layout):
+            # A rank without exchanged prompts makes no buffers: its layers may be in host memory.
+            for name in sorted(self._layout) if self._sent or self._received else ():
                 self._transfer(cache, name, group, shares=shares)
         ranks.phase = before
 
