@@ -47,13 +47,11 @@ def test_what_cudnn_runs_gains_less() -> None:
 def test_a_missing_package_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chip, plan = [(8, 0)], plan_of(8460, 40)
+    plan = plan_of(8460, 40)
     monkeypatch.setattr(faster_kernels, "_is_settled", False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: chip[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fa4, "is_installed", lambda: False)
     with caplog.at_level(logging.INFO, "forkpoint"):
-        faster_kernels.note_faster_kernels(plan, GPU, "auto")
-        chip[0] = (9, 0)
         faster_kernels.note_faster_kernels(plan, GPU, "fa2")
         faster_kernels.note_faster_kernels(plan_of(200, 40), GPU, "auto")
         assert plan.shape is not None
@@ -74,5 +72,18 @@ def test_a_package_that_is_there_is_looked_for_once(
     monkeypatch.setattr(fa4, "is_installed", lambda: not looks.append(True))
     with caplog.at_level(logging.INFO, "forkpoint"):
         for _ in range(3):
+            faster_kernels.note_faster_kernels(plan, GPU, "auto")
+    assert len(looks) == 1 and not caplog.text
+
+
+def test_nothing_is_predicted_for_other_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks, plan = list[object](), plan_of(8460, 40)
+    monkeypatch.setattr(faster_kernels, "_is_settled", False)
+    monkeypatch.setattr(faster_kernels, "predicted_gain", lambda _: pytest.fail("a prediction"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: looks.append(d) or (8, 0))
+    with caplog.at_level(logging.INFO, "forkpoint"):
+        for _ in range(2):
             faster_kernels.note_faster_kernels(plan, GPU, "auto")
     assert len(looks) == 1 and not caplog.text

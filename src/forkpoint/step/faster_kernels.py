@@ -12,7 +12,8 @@ from forkpoint.tree import LONG_TOKENS
 
 _log = logging.getLogger("forkpoint")
 _is_settled = False
-"""Whether this process has logged it or has the package. Looking for the package takes 0.5 ms."""
+"""Whether this process has logged it, has the package, or has a GPU that cannot use it. A
+prediction takes up to 38 ms."""
 
 TFLOPS = {"products": 620.0, "fa2": 261.0, "padded": 464.0, "fa4": 560.0}
 """Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of
@@ -38,8 +39,9 @@ def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
     if not shape or shape.dtype_bytes != 2 or max(shape.head_dim, shape.value_dim) > MOST_DIM:
         return
     major, _ = torch.cuda.get_device_capability(device)
-    gain = predicted_gain(plan)
-    if major in fa4.CAPABILITIES and gain >= LEAST_GAIN:
+    if major not in fa4.CAPABILITIES:
+        _is_settled = True
+    elif (gain := predicted_gain(plan)) >= LEAST_GAIN:
         _is_settled = True
         if not fa4.is_installed():
             _log.warning(SAID, gain)
