@@ -49,6 +49,7 @@ class Policy:
         *,
         router: RouterLoss | None = None,
         router_counts: Tensor | None = None,
+        expert_counts: bool = False,
     ) -> Plan:
         """Make the plan of a batch.
 
@@ -61,6 +62,8 @@ class Policy:
             router: the router loss of the step. If its statistics span microbatches, the plan
                 begins with a pass of scores that counts experts.
             router_counts: as in `forward_backward`. With them this pass is not needed.
+            expert_counts: whether the call counts experts, over all tokens. Plans with a loss of
+                models that count experts in training run these tokens in any case.
 
         Raises:
             PlanError: no plan fits the limits of the configuration.
@@ -77,7 +80,8 @@ class Policy:
                 loss.check_head(self.host.head)
                 if isinstance(loss, PairLoss):
                     loss.check_pairs(batch)
-            work = router_work(self.host, batch, router, router_counts)
+            counts = expert_counts or (loss is not None and self.host.entry.counts.kept)
+            work = router_work(self.host, batch, router, router_counts, expert_counts=counts)
             return plan_batch(self, batch, loss, work.demand() if work else None)
 
     @property

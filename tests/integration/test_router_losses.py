@@ -23,7 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError, PlanError, UnsupportedError
+from forkpoint.hosts.entry import ExpertCounts
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
@@ -276,6 +277,20 @@ def biases_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 # Plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["asked", "always"])
+def test_a_plan_for_counts(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that count experts in training count in any step, without last tokens."""
+    monkeypatch.setattr(ExpertCounts, "kept", kept)
+    rollouts = [Rollout([5, 8, 3, 9, 4, n], [0, 0, 0, 1, 0, 0], float(n)) for n in range(2)]
+    policy, asked = wrap(tiny()), not kept
+    plan = policy.plan(rollouts, GRPO(), expert_counts=asked)
+    stats = policy.forward_backward(rollouts, GRPO(), plan=plan, expert_counts=asked)
+    assert stats.expert_counts is not None
+    assert stats.expert_counts.sum(1).tolist() == [2 * 2 * (6 - kept)] * 2
+    with pytest.raises(PlanError, match="this plan "):
+        policy.forward_backward(rollouts, GRPO(), plan=policy.plan(rollouts), expert_counts=asked)
 
 
 def test_counts_that_are_given_take_no_pass() -> None:

@@ -74,8 +74,9 @@ class RouterWork:
         if plan.last_tokens is not self.router.last_token:
             raise PlanError(
                 f"this plan {'runs' if plan.last_tokens else 'does not run'} rollouts' last "
-                f"tokens, and last_token of the router loss is {self.router.last_token}. Make the "
-                "plan for it: policy.plan(batch, loss, router=...)."
+                "tokens, and the router statistics of this call "
+                f"{'include' if self.router.last_token else 'leave out'} them. Pass the same "
+                "router= or expert_counts= to policy.plan(batch, loss, ...)."
             )
         spans = self.demand(scored=scored).spans(plan.forest, plan.microbatches)
         if spans and not plan.program.has_scores:

@@ -115,7 +115,7 @@ ROUTERS = (
     ),
     router_kind(
         with_plan(None, RouterLoss(0.1)),
-        message="this plan does not run rollouts' last tokens, and last_token of the router loss",
+        message="this plan does not run rollouts' last tokens, and the router statistics of",
         error=PlanError,
     ),
     router_kind(
