@@ -21,6 +21,14 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine() or 'cpu'}, {threads} thread{'s' * (threads > 1)}"
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that torch holds or may take, within its fraction of the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return min(free + reserved, int(fraction * total))
+
+
 def versions() -> dict[str, str | None]:
     """Versions of the software that determines results and speed; None for packages that are not
     installed."""

@@ -24,6 +24,7 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.testing import tiny_model
 from forkpoint.units import GIB
+from forkpoint.verify.memory import has_room
 from made_calibrations import group
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)
@@ -48,6 +49,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     return found
+
+
+def test_a_process_has_a_fraction_of_the_device(
+    device: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, model = torch.device("cuda"), nn.Linear(1, 10**9, bias=False, device="meta")
+    assert has_room(model, torch.float32, gpu)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.1)
+    assert not has_room(model, torch.float32, gpu)
 
 
 def room(device: dict[str, int], besides: int) -> int:

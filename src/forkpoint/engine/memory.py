@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from forkpoint.config import AUTO, Config
+from forkpoint.device import usable_bytes
 from forkpoint.engine.distributed import local
 from forkpoint.engine.host import Host
 from forkpoint.errors import ConfigError
@@ -160,11 +161,8 @@ def measured_budget(
     each = config.optimizer_bytes_per_parameter
     states = ADAM_STATES * own_bytes if each is None else int(each * elements)
     needed += max(0, states - _state_bytes(every, device))
-    free, total = torch.cuda.mem_get_info(device)
-    fraction = torch.cuda.get_per_process_memory_fraction(device)
-    reserved = torch.cuda.memory_reserved(device)
-    free = min(free, int(fraction * total) - reserved)
-    free += reserved - torch.cuda.memory_allocated(device)
+    free = usable_bytes(device) - torch.cuda.memory_allocated(device)
+    _, total = torch.cuda.mem_get_info(device)
     room = free - needed - margin_bytes(total)
     return max(LEAST_BYTES, room // GIB * GIB)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forkpoint.device import usable_bytes
 from forkpoint.errors import ConfigError
 from forkpoint.units import format_bytes
 
@@ -160,15 +161,10 @@ class StreamTransfers(PlainTransfers):
         torch.cuda.current_stream(self.device).wait_event(arrived)
 
     def headroom_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        reserved = stats["reserved_bytes"]["all"]["current"]
         # Memory that copies still read counts: it was freed, and cannot be used until they end.
         active = stats["active_bytes"]["all"]["current"]
-        # This process may be limited to a fraction of the device.
-        fraction = torch.cuda.get_per_process_memory_fraction(self.device)
-        free = min(free, int(fraction * total) - reserved)
-        return free + reserved - active - self.margin_bytes
+        return usable_bytes(self.device) - active - self.margin_bytes
 
     def drain(self) -> None:
         self._out.synchronize()

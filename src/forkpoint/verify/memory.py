@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from forkpoint.device import usable_bytes
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 
@@ -52,9 +53,9 @@ def has_room(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool
     """
     if device.type != "cuda":
         return True
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = usable_bytes(device) - torch.cuda.memory_allocated(device)
     needed = sum(p.numel() * (1 + p.requires_grad) for p in model.parameters()) * dtype.itemsize
-    return needed < torch.cuda.mem_get_info(device)[0] + cached
+    return needed < free
 
 
 def run_in_memory(

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from forkpoint.device import device_name, measured_versions
+from forkpoint.device import device_name, measured_versions, usable_bytes
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.compiled import one_line
 from forkpoint.hosts.host import ModelHost
@@ -74,8 +74,7 @@ def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | N
 def _measure(host: ModelHost, kernel: str) -> Calibration | None:
     if host.device.type == "cuda":
         layer = sum(p.numel() * p.element_size() for p in host.blocks[0].parameters())
-        free, _ = torch.cuda.mem_get_info(host.device)
-        free += torch.cuda.memory_reserved(host.device) - torch.cuda.memory_allocated(host.device)
+        free = usable_bytes(host.device) - torch.cuda.memory_allocated(host.device)
         # Weights and gradients of these models, and about as many bytes of activations.
         if 4 * sum({*LAYERS, deep_layers(layer)}) * layer > free:
             return None
