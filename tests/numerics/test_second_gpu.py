@@ -1,5 +1,6 @@
 """A model on another CUDA device than the current one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from benchmarks.shapes import SHAPES, make_group, make_model
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
+from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE
+from forkpoint.step.calibrate import automatic
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -36,3 +39,14 @@ def test_a_step_runs_where_the_model_is(activations: str, compiled: bool) -> Non
         found.append((stats.loss, float(scores.logprobs.sum()), norm))
         assert all(ms >= 0 for ms in stats.event_ms)
     assert found[0] == pytest.approx(found[1], rel=1e-2)
+
+
+def test_a_measurement_runs_where_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "MEASURED", {"cuda"})
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    model: Any = make_model("llama3-8b", torch.device("cuda:0"), layers=2)
+    batch = make_group(777, [300, 41], vocab=SHAPES["llama3-8b"]["vocab_size"])
+    assert wrap(model.to("cuda:1")).plan(batch).predicted_ms
+    assert torch.cuda.current_device() == 0 and len([*tmp_path.iterdir()]) == 1

@@ -6,6 +6,7 @@ with the same versions use its file.
 """
 
 import logging
+from contextlib import nullcontext
 
 import torch
 
@@ -86,8 +87,11 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
         assert model is not None
         return model
 
-    devices = [host.device] if host.device.type == "cuda" else []
+    on_cuda = host.device.type == "cuda"
+    devices = [host.device] if on_cuda else []
     with (
+        # Layers and kernels run outside of steps here, which set the device themselves.
+        torch.cuda.device(host.device) if on_cuda else nullcontext(),
         torch.random.fork_rng(devices),
         torch.inference_mode(False),  # scores may be requested under it
         torch.enable_grad(),
