@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from forkpoint.errors import ConfigError
-from forkpoint.units import MemorySize, size_in_bytes
+from forkpoint.units import MOST, MemorySize, size_in_bytes
 
 Sharing = Literal["none", "group", "tree"]
 Boundary = Literal["within", "across", "mixed"]
 Activations = Literal["keep", "offload", "recompute"]
-Checkpointing = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
 Split = Literal["replicate", "exchange"]
 HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -27,8 +26,6 @@ _TAKES: dict[str, tuple[Any, str]] = {
     "offload_folder": (str | Path | None, "the path of a folder, or None"),
 }
 _FLAGS = {bool: (True, False), bool | None: (True, False, None)}
-MOST = 2**63 - 1
-"""Largest number of tokens or bytes that int64 holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

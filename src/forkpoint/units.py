@@ -6,7 +6,7 @@ from forkpoint.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 2**63 - 1
-"""Largest number of bytes that int64 holds."""
+"""Largest number of bytes or tokens that int64 holds."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?", re.IGNORECASE)

@@ -26,7 +26,7 @@ from forkpoint.apps.cli.options import (
 from forkpoint.apps.cli.output import Output, check_output
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
-from forkpoint.config import AUTO, MOST, Config
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.hosts.transformers.model_files import encoder_of_model, from_hub
 from forkpoint.parallel.placement.place import check_ranks
@@ -45,6 +45,7 @@ from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
 from forkpoint.tree.forest import IntArray
+from forkpoint.units import MOST
 
 _DEFAULT = Config()
 _MEMORY = {
