@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,3 +293,9 @@ def test_costs_beyond_64_bits_are_balanced() -> None:
     rollouts = [rollout([*range(n, n + length)]) for n, length in enumerate(lengths)]
     assert Rates.of(large).rounded_cost(np.array([83]), np.array([82])) > 2.0**63
     assert forkpoint.place(rollouts, ranks=2, model=large) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("tokens", [0, 4.5, True, "4096", float("nan"), 2**70])
+def test_limits_that_a_config_refuses(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="max_microbatch_tokens is "):
+        forkpoint.place([rollout([1, 2])], ranks=2, model=None, max_microbatch_tokens=tokens)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.transformers.model_files import shape_of_model
 from forkpoint.parallel.placement.items import Priced, by_tokens, greedy, in_order
@@ -74,11 +75,7 @@ def place(
         PlanError: a calibration is given without a model.
     """
     check_ranks(ranks)
-    if max_microbatch_tokens is not None and max_microbatch_tokens < 1:
-        raise ConfigError(
-            f"max_microbatch_tokens is {max_microbatch_tokens}; it takes a whole number of at "
-            "least 1, or None."
-        )
+    Config(max_microbatch_tokens=max_microbatch_tokens)  # raises ConfigError
     batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch(rollouts)
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(Path(calibration))
