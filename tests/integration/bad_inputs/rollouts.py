@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import forkpoint
 from bad_inputs.kind import Kind, with_field
 from forkpoint import Policy, Rollout, RolloutBatch, load_rollouts, losses, wrap
 from forkpoint.errors import RolloutError
@@ -69,6 +70,10 @@ ROLLOUTS = (
     value_kind(
         lambda: wrap(tiny_model("llama")).forward_backward(RolloutBatch([]), losses.SFT()),
         "There are no rollouts",
+    ),
+    value_kind(
+        lambda: forkpoint.place([], ranks=2, model=None),
+        "there are no rollouts to place; give every rank all rollouts of the step.",
     ),
     value_kind(
         lambda: policy().score(RolloutBatch([rollout(token_ids=[5, 61, 7])])),

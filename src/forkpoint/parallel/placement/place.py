@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forkpoint.config import Config
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.hosts.transformers.model_files import shape_of_model
 from forkpoint.parallel.placement.items import Priced, by_tokens, greedy, in_order
 from forkpoint.parallel.placement.paths import Paths, Rates
@@ -77,6 +77,10 @@ def place(
     check_ranks(ranks)
     Config(max_microbatch_tokens=max_microbatch_tokens)  # raises ConfigError
     batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch(rollouts)
+    if not len(batch):
+        raise RolloutError(
+            "there are no rollouts to place; give every rank all rollouts of the step."
+        )
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(Path(calibration))
     shape = _shape_of(model)
@@ -113,7 +117,7 @@ def _couples_groups(batch: RolloutBatch, loss: "Loss") -> bool:
     from forkpoint.losses.base import as_loss
     from forkpoint.parallel.agreement import coupled
 
-    return len(batch) > 0 and coupled(as_loss(loss), batch) == "groups"
+    return coupled(as_loss(loss), batch) == "groups"
 
 
 def check_ranks(ranks: int) -> None:
