@@ -280,9 +280,18 @@ def test_what_a_plan_must_save_to_be_chosen(
 
 
 @pytest.mark.parametrize(("ms_per_token", "boundary"), [(0.01, "within"), (0.2, "across")])
-def test_long_steps_try_shorter_microbatches_too(ms_per_token: float, boundary: str) -> None:
+def test_long_steps_try_shorter_microbatches_too(
+    ms_per_token: float, boundary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first length that fits is a microbatch of 3,000 tokens. In shorter ones, the prompt is
-    cheaper by 2.3%."""
+    cheaper by 2.3%. Plans for slower hosts are searched in the same way."""
+    searched_few, choose = list[bool](), planner._chosen_for_any_host
+
+    def chosen(plans: list[Plan], calibration: Calibration | None, builder: Builder) -> Any:
+        searched_few.append(builder.tries_few)
+        return choose(plans, calibration, builder)
+
+    monkeypatch.setattr(planner, "_chosen_for_any_host", chosen)
     measured = made_up(block=line(ms_per_token), out_bytes_per_ms=1e3, back_bytes_per_ms=1e3)
     config, able = Config(sharing="group"), Capabilities(runs_ahead=True)
     options: dict[str, Any] = {"calibration": measured, "capabilities": able}
@@ -293,6 +302,7 @@ def test_long_steps_try_shorter_microbatches_too(ms_per_token: float, boundary: 
     assert plan.predicted_ms and searched.predicted_ms
     is_long = plan.predicted_ms > planner.LONG_STEP_MS
     assert is_long == (plan.predicted_ms == searched.predicted_ms)
+    assert searched_few == [not is_long, False]
 
 
 def test_a_plan_is_compared_with_dense_that_fits() -> None:

@@ -124,8 +124,10 @@ def make_plan(
     combinations = list(product(sharings, boundaries))
     plans, candidates, errors = _built(builder, combinations)
     # If none fits, other lengths may.
-    if min((p.predicted_ms or 0 for p in plans if p.fits), default=math.inf) > LONG_STEP_MS:
-        plans, candidates, errors = _built(builder.with_every_length(), combinations)
+    fastest = min((p.predicted_ms or 0 for p in plans if p.fits), default=math.inf)
+    if builder.tries_few and fastest > LONG_STEP_MS:
+        builder = builder.with_every_length()
+        plans, candidates, errors = _built(builder, combinations)
     if not plans:
         # Errors about limits other than the budget do not say how much memory is needed.
         needed = [e.needed_bytes if isinstance(e, BudgetError) else math.inf for e in errors]
