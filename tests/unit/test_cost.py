@@ -1,14 +1,21 @@
 """Counted pairs, FLOPs and bytes: against brute force, by hand, and the bound in literal values."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
+from forkpoint.parallel.placement.paths import Rates
 from forkpoint.plan import MODELS, Work
 from forkpoint.plan.planner import make_plan
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import dense_work, visible_pairs
+from forkpoint.plan.pricing.meters import MeasuredMeter
+from made_calibrations import SHAPE, group, made_up
 
 LLAMA3_8B = {key: value for key, value in MODELS["llama3-8b"].items() if key != "head_dim"}
 
@@ -18,7 +25,9 @@ TINY = ModelShape(
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6), st.integers(0, 40))
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6), st.integers(-40, 40)
+)
 def test_visible_pairs_are_those_that_brute_force_counts(
     runs: list[tuple[int, int]], window: int
 ) -> None:
@@ -27,7 +36,8 @@ def test_visible_pairs_are_those_that_brute_force_counts(
         for start, length in runs
         for query in range(start, start + length)
         for key in range(query + 1)
-        if not window or query - key < window
+        if not window
+        or (query - key < window if window > 0 else query // -window == key // -window)
     )
     start, length = np.asarray(runs, np.int64).reshape(-1, 2).T
     assert visible_pairs(start, length, window) == expected
@@ -125,6 +135,23 @@ def test_windows_from_a_configuration() -> None:
     }
     assert ModelShape.from_config(config).windows == (512, 0)
     assert ModelShape.from_config({**config, "use_sliding_window": False}).windows == (0, 0)
+    kinds = ["chunked_attention", "full_attention"]
+    chunked = {**config, "attention_chunk_size": 8192, "layer_types": kinds}
+    assert ModelShape.from_config(chunked).windows == (-8192, 0)
+
+
+def test_chunked_layers_are_counted_by_the_pairs_of_their_chunks(tmp_path: Path) -> None:
+    shape = ModelShape(**{**vars(TINY), "windows": (-8, -8)})
+    # Chunks of 8, 8 and 3 edges.
+    pairs, edges = 36 + 36 + 6, np.array([19])
+    assert dense_work(edges, 0, shape.windows).pairs[-8] == pairs
+    work, rates = dense_work(edges, 5, shape.windows), Rates.of(shape)
+    assert rates.cost(edges, np.array([5])) == work.step_flops(shape)
+    plan = make_plan(group(10, 10, 1), replace(SHAPE, windows=(-8,) * 4), Config(sharing="none"))
+    (launch,) = MeasuredMeter(made_up(), plan)._launches_of(plan.microbatches[0], -8)
+    assert (launch.pairs, launch.further) == ({("causal", 8): pairs}, 19)
+    made_up(shape=plan.shape).save(tmp_path / "file.json")
+    Calibration.load(tmp_path / "file.json").check_shape(plan.shape)
 
 
 def test_a_window_for_each_layer() -> None:

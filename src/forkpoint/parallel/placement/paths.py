@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.cost import ModelShape, Work, path_pairs
 from forkpoint.plan.runs import run_lengths, sort_running
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
@@ -35,7 +35,7 @@ class Rates:
 
     token: float
     pair: Mapping[int, float]
-    """Cost of a pair for each window (0: none), over all layers with that window."""
+    """Cost of a pair for each entry of `ModelShape.windows`, over all layers with it."""
     label: float
     unit_cost: float = 1.0
 
@@ -72,7 +72,7 @@ class Rates:
         )
         pair = {
             window: count
-            * sum(1 / calibration.causal.rate(window or size, backward=b) for b in both)
+            * sum(1 / calibration.causal.rate(abs(window) or size, backward=b) for b in both)
             for window, count in layers.items()
         }
         return cls((shape.layers * block + rest) / size, pair, head / size)
@@ -86,8 +86,7 @@ class Rates:
         edges = np.asarray(edges, np.int64)
         total = edges * self.token + labels * self.label
         for window, price in self.pair.items():
-            seen = np.minimum(edges, window) if window else edges
-            total += (seen * (seen + 1) // 2 + (edges - seen) * window) * price
+            total += path_pairs(edges, window) * price
         return np.rint(total / self.unit_cost)
 
     def scaled(self, most: float) -> "Rates":

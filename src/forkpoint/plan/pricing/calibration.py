@@ -290,6 +290,8 @@ class Calibration:
         values = asdict(self)
         if self.link is None:  # earlier versions read the file too
             del values["link"]
+        # Times do not depend on chunks, and files hold no negative numbers.
+        values["shape"]["windows"] = list(map(abs, self.shape.windows))
         text = json.dumps({"schema": SCHEMA, **values}, indent=1)
         # Policies find the file automatically, and refuse a part of one.
         write_file(path, f"{text}\n".encode())

@@ -45,7 +45,7 @@ class ModelShape:
     """Number of matrix products of an MLP: 3 with a gate, 2 without."""
     windows: tuple[int, ...] = field(default=())
     """Number of positions that a query sees, itself included, for each attention layer. 0 means
-    all. For a layer with chunks, the number of positions of a chunk."""
+    all. -n means chunks of n positions: a query sees those of its chunk up to itself."""
     attention_parameters: int | None = None
     """Number of weights of attention in a layer; None counts q, k, v and o projections."""
     attention_activations: int = 0
@@ -89,7 +89,7 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
             size(f"the model's {name}", getattr(self, name))
         size("the model's layers", self.layers, MOST_LAYERS)
-        for name, value in {**vars(self), "windows": min(self.windows, default=0)}.items():
+        for name, value in vars(self).items():
             if isinstance(value, int) and value < 0:
                 raise ConfigError(
                     f"the model's {name} is {value}; it takes a whole number of at least 0. "
@@ -155,7 +155,7 @@ class ModelShape:
         kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
         if config.get("use_sliding_window") is False:
             window = 0
-        windows = {"sliding_attention": window, "chunked_attention": chunk}
+        windows = {"sliding_attention": window, "chunked_attention": -chunk}
         head_dim = _mean_head_dim(config, kinds, head_dim)
         return cls(
             **{
@@ -430,8 +430,8 @@ class Work:
 
     tokens: int = 0
     pairs: dict[int, int] = field(default_factory=dict)
-    """Visible (query, key) pairs of one layer and head, for each window in use; 0 means no
-    window."""
+    """Visible (query, key) pairs of one layer and head, for each entry of `ModelShape.windows`, and
+    for 0."""
     num_loss_entries: int = 0
 
     def __add__(self, other: "Work") -> "Work":
@@ -476,16 +476,23 @@ def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
     Args:
         start: [S] number of tokens before each run on its path.
         length: [S] number of tokens of each run.
-        window: number of positions that a query sees, itself included; 0 means all.
+        window: an entry of `ModelShape.windows`.
     """
     start, length = np.asarray(start, np.int64), np.asarray(length, np.int64)
-    if not window:
-        return int((length * start + length * (length + 1) // 2).sum())
-    # Position p sees min(p + 1, window) positions. Count positions below the window first, then the
-    # others.
-    growing = np.clip(window - start, 0, length)
-    below = growing * start + growing * (growing + 1) // 2
-    return int((below + (length - growing) * window).sum())
+    return int((path_pairs(start + length, window) - path_pairs(start, window)).sum())
+
+
+def path_pairs(tokens: IntArray, window: int) -> IntArray:
+    """[n] number of pairs (query, key) of causal attention in the first `tokens` [n] of a path.
+
+    window: as in `visible_pairs`.
+    """
+    if window < 0:
+        chunks, tokens = np.divmod(tokens, -window)
+        return chunks * (window * (window - 1) // 2) + tokens * (tokens + 1) // 2
+    # Position p sees min(p + 1, window) positions.
+    growing = np.minimum(tokens, window) if window else tokens
+    return growing * (growing + 1) // 2 + (tokens - growing) * window
 
 
 def dense_work(edges: IntArray, num_loss_entries: int, windows: tuple[int, ...]) -> Work:

@@ -502,8 +502,9 @@ class MeasuredMeter(ShapeMeter):
     def _windowed(self, microbatch: Microbatch, window: int) -> list[AttentionLaunch]:
         forest, segments = self.plan.forest, list(microbatch.segments)
         pairs = visible_pairs(forest.start[segments], forest.length[segments], window)
-        table = windowed_table(forest, microbatch, self.plan.cache_of, window)
-        length = min(window, microbatch.tokens / len(segments))
+        size, chunked = abs(window), window < 0
+        table = windowed_table(forest, microbatch, self.plan.cache_of, size, chunked=chunked)
+        length = min(size, microbatch.tokens / len(segments))
         copied = len(table.key_index) if table.key_index is not None else 0
         return [AttentionLaunch({("causal", length): pairs}, copied)]
 
