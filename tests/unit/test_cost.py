@@ -268,6 +268,9 @@ def test_the_counts_of_mamba_2() -> None:
     assert shape.tail_elements == 3 * (64 * 64 + 2 * 128)
     weights = shape.linear_parameters - 36 * 2 * shape.state_elements + 2048 * 100_352
     assert weights == pytest.approx(3.19e9, rel=0.01)
+    with pytest.raises(ConfigError, match=r"for this model are [\w, ]+") as refused:
+        ModelShape.from_config({**GRANITE_MICRO, "layer_types": ["foo"] * 40})
+    assert str(refused.value).count(", attention") == 1
 
 
 def test_the_planner_counts_states() -> None:

@@ -143,8 +143,6 @@ class ModelShape:
                 "one for each layer. Give the config.json that save_pretrained wrote."
             )
         known = (*ATTENTION_KINDS, *recurrent_kinds(config))
-        if "mamba" in known:
-            known = (*known, "attention")  # as older versions of transformers name these
         for kind in kinds:
             if kind not in known:
                 raise ConfigError(
