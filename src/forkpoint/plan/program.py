@@ -234,6 +234,10 @@ def waits_for(
     backwards = {i.microbatch: at for at, i in enumerate(units) if i.operation == BACKWARD}
     shares = [at for at, i in enumerate(units) if i.operation == SHARE]
     returns = [at for at, i in enumerate(units) if i.operation == RETURN]
+    readers: list[list[int]] = [[] for _ in microbatches]
+    for reader, above in enumerate(parents):
+        for parent in above:
+            readers[parent].append(reader)
     received = {m.index for m in microbatches if m.shared_prompt == "received"}
     prompts = {m.index for m in microbatches if m.shared_prompt}
     found: list[list[int]] = []
@@ -249,7 +253,7 @@ def waits_for(
         elif operation == BACKWARD:
             waits = [forward_in[slot]]
             if index != IDLE:
-                waits += [backwards[m.index] for m in microbatches if index in parents[m.index]]
+                waits += [backwards[reader] for reader in readers[index]]
                 waits += returns if index in prompts else []
         found.append(waits)
     return tuple(tuple(sorted(set(waits))) for waits in found)
