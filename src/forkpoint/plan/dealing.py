@@ -54,7 +54,7 @@ def deal(plan: Plan, entries_S: IntArray, *, pooled: bool = True) -> Plan:
 def _dealt(
     leaves: Sequence[Microbatch], forest: Forest, shape: ModelShape, entries_S: IntArray
 ) -> list[Microbatch]:
-    """The same number of leaves with the same trees, and a part for each rank. None if there are
+    """The same number of leaves with the same trees, and a part for each rank. [] if there are
     fewer trees than parts.
 
     Trees are assigned in order of decreasing cost, each to the part with the least cost so far.

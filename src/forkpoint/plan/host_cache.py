@@ -10,14 +10,13 @@ read, and the next one is copied."""
 
 
 def layer_cache_bytes(cache_tokens: int, shape: ModelShape) -> int:
-    """Bytes of the prefix cache of `tokens` tokens in one attention layer, with its gradients."""
+    """Bytes of the prefix cache of `cache_tokens` tokens in one attention layer, with its gradients."""
     each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
     return cache_tokens * each // max(1, shape.attention_layers)
 
 
 def most_host_layers(cache_tokens: int, shape: ModelShape, host_memory: int | None) -> int:
-    """Number of layers whose prefix cache fits in `limit` bytes of host memory; None means no
-    limit."""
+    """Number of layers whose prefix cache fits in `host_memory` bytes; None means no limit."""
     layer = layer_cache_bytes(cache_tokens, shape)
     if host_memory is None or not layer:
         return shape.attention_layers

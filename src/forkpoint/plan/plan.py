@@ -49,9 +49,11 @@ from forkpoint.units import format_bytes
 CostUnit = Literal["ms", "FLOPs", "tokens"]
 """Unit of costs: ms with a calibration, FLOPs without one, tokens without a model shape."""
 MOST_ROWS = 24
+"""Largest number of microbatches in a description."""
 MOST_SEGMENTS = 40
+"""Largest number of segments in a description."""
 MOST_LEVELS = 12
-"""Largest number of microbatches, or of segments, in a description."""
+"""Segments with as many ancestors are left out of a description."""
 
 
 @dataclass(frozen=True)

@@ -375,7 +375,7 @@ def _prompts_of_rank(policy: StepPolicy, local: LocalStep) -> dict[str, PromptOf
 
 
 def _common_prompts(policy: StepPolicy, proposals: Sequence[Proposal]) -> tuple[SharedPrompt, ...]:
-    """Prompts of several ranks for which an exchange is priced, the same on all ranks. None if
+    """Prompts of several ranks for which an exchange is priced, the same on all ranks. () if
     ranks make different calls, which are refused later."""
     if any(p.error is not None for p in proposals) or len({p.call for p in proposals}) > 1:
         return ()

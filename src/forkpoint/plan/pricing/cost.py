@@ -457,7 +457,7 @@ class Work:
 
 
 def bound_of(dense: Work, shared: Work, shape: ModelShape | None) -> float:
-    """Ratio of dense work to `work`: of FLOPs if the shape is known, else of tokens.
+    """Ratio of dense work to `shared`: of FLOPs if the shape is known, else of tokens.
 
     It is the largest speed-up that sharing can give to the model's computation.
     """
