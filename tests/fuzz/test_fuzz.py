@@ -1,9 +1,9 @@
 """Random models, batches, losses and plans: a step is that of ordinary training, in float64.
 
 The seeds are fixed, so that an unchanged commit passes every time. `make fuzz` tries fresh ones.
+`make test` runs a few of the kept seeds. `make test-slow` runs the others and all shards.
 
-FORKPOINT_FUZZ_CASES: how many cases all shards together try, the first of them in `make test`, the
-others in `make test-slow`; 160 by default.
+FORKPOINT_FUZZ_CASES: how many cases all shards together try; 160 by default.
 FORKPOINT_FUZZ_SEED: where their seeds begin; 0 by default.
 
 A failure prints its seed; `python tests/fuzz/run.py --replay SEED` shows and checks it again.
