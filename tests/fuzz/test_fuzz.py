@@ -3,7 +3,7 @@
 The seeds are fixed, so that an unchanged commit passes every time. `make fuzz` tries fresh ones.
 `make test` runs a few of the kept seeds. `make test-slow` runs the others and all shards.
 
-FORKPOINT_FUZZ_CASES: how many cases all shards together try; 160 by default.
+FORKPOINT_FUZZ_CASES: how many cases all shards together try, at least one each; 160 by default.
 FORKPOINT_FUZZ_SEED: where their seeds begin; 0 by default.
 
 A failure prints its seed; `python tests/fuzz/run.py --replay SEED` shows and checks it again.
@@ -46,24 +46,44 @@ def test_kept_seeds(kept: dict) -> None:
     assert str(outcome) == "exact", f"{kept['what']}\n{case}"
 
 
+def seeds_of(shard: int, cases: int) -> range:
+    """Seeds of a shard, of that many cases of all shards."""
+    assert cases >= SHARDS, f"FORKPOINT_FUZZ_CASES is {cases}; give at least {SHARDS}"
+    # Two shards share a run of seeds.
+    first = FIRST + shard // 2 * 100_000 + shard % 2 * -(-cases // SHARDS)
+    return range(first, first + len(range(shard, cases, SHARDS)))
+
+
+def test_shards_divide_all_cases() -> None:
+    for cases in (16, 31, 160):
+        shards = [seeds_of(shard, cases) for shard in range(SHARDS)]
+        assert sum(map(len, shards)) == len(set().union(*shards)) == cases
+    with pytest.raises(AssertionError, match="at least 16"):
+        seeds_of(15, 15)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_seeds(shard: int) -> None:
-    tally = Tally()
-    # Two shards share a run of seeds.
-    first = FIRST + shard // 2 * 100_000 + shard % 2 * (CASES // SHARDS)
-    while tally.cases < CASES // SHARDS and not tally.failures:
-        tally.run(draw_case(first + tally.cases))
+    tally, seeds = Tally(), seeds_of(shard, CASES)
+    for seed in seeds:
+        tally.run(draw_case(seed))
+        if tally.failures:
+            break
     for failure in tally.failures:
         again = f"python tests/fuzz/run.py --replay {failure['seed']}"
         pytest.fail(f"{failure['what']}\n{failure['case']}\nagain: {again}")
     # A short time may have few cases, all of them refused or dull.
     assert sum(tally.refusals.values()) <= 2 + 0.1 * tally.cases, (
-        f"from seed {first}: {tally.refusals}"
+        f"from seed {seeds.start}: {tally.refusals}"
     )
-    assert tally.wobbling <= 1 + 0.002 * tally.cases, f"from seed {first}: {tally.wobbling} wobble"
+    assert tally.wobbling <= 1 + 0.002 * tally.cases, (
+        f"from seed {seeds.start}: {tally.wobbling} wobble"
+    )
     dull = tally.cases - sum(tally.refusals.values()) - tally.telling
-    assert dull <= 3 + 0.4 * tally.cases, f"from seed {first}: {dull} of {tally.cases} show little"
+    assert dull <= 3 + 0.4 * tally.cases, (
+        f"from seed {seeds.start}: {dull} of {tally.cases} show little"
+    )
 
 
 # The fuzzer can fail -----------------------------------------------------------------------------
