@@ -254,8 +254,8 @@ def _dense_outputs(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor,
     """Log-probs and entropies, flat over the batch, 0 where nothing is trained."""
     lengths = batch.lengths
     ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.int64)
-    for microbatch, (begin, end) in zip(ids, zip(batch.offsets, batch.offsets[1:], strict=False)):  # noqa: B905
-        microbatch[: end - begin] = torch.as_tensor(batch.token_ids[begin:end].copy())
+    for row, (begin, end) in zip(ids, zip(batch.offsets, batch.offsets[1:], strict=False)):  # noqa: B905
+        row[: end - begin] = torch.as_tensor(batch.token_ids[begin:end].copy())
     logprobs = torch.zeros(batch.logical_tokens, dtype=torch.float64)
     trained = np.flatnonzero(batch.loss_mask)
     if not len(trained):

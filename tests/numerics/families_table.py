@@ -55,7 +55,7 @@ def record(family: str, error: float, found: list[str]) -> None:
     path = os.environ.get(VARIABLE)
     if path is None:
         return
-    microbatch = ResultRow(
+    row = ResultRow(
         bench="families",
         case=family,
         metric="gradient_error",
@@ -63,19 +63,19 @@ def record(family: str, error: float, found: list[str]) -> None:
         value=error,
         note=", ".join(found) or None,
     )
-    values = {**vars(microbatch), **environment(), "command": "make test-versions"}
+    values = {**vars(row), **environment(), "command": "make test-versions"}
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(values) + "\n")
 
 
 def table() -> list[str]:
-    """The lines of the table, from the microbatches that are kept."""
+    """The lines of the table, from the rows that are kept."""
     errors: dict[str, dict[str, float]] = defaultdict(dict)
     notes: dict[str, str] = {}
     for line in RESULTS.read_text(encoding="utf-8").splitlines():
-        microbatch = json.loads(line)
-        errors[microbatch["case"]][microbatch["versions"]["transformers"]] = microbatch["value"]
-        notes[microbatch["case"]] = microbatch["note"] or ""
+        row = json.loads(line)
+        errors[row["case"]][row["versions"]["transformers"]] = row["value"]
+        notes[row["case"]] = row["note"] or ""
     versions = sorted({v for found in errors.values() for v in found}, key=_ordered)
     head = ["`model_type`", "class", "with", "shared", "refused", *versions]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -98,8 +98,8 @@ def table_in_docs() -> list[str]:
     return [line for line in text if line.startswith("|")][: len(FAMILIES) + 2]
 
 
-def main(microbatches: Path) -> None:
-    RESULTS.write_text(microbatches.read_text(encoding="utf-8"), encoding="utf-8")
+def main(rows: Path) -> None:
+    RESULTS.write_text(rows.read_text(encoding="utf-8"), encoding="utf-8")
     text = DOCS.read_text(encoding="utf-8").splitlines()
     begin = next(i for i, line in enumerate(text) if line.startswith("| `model_type`"))
     end = next(i for i in range(begin, len(text)) if not text[i].startswith("|"))

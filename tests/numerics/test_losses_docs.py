@@ -67,7 +67,7 @@ def arguments(cls):
     )
 
 
-def microbatch(cls, names):
+def row(cls, names):
     cells = (
         ", ".join(f"`{name}`" for name in names),
         cls.decomposition,
@@ -80,7 +80,7 @@ def microbatch(cls, names):
 
 
 def test_the_table_is_what_the_classes_say():
-    expected = {microbatch(cls, names) for cls, names in loss_classes().items()}
+    expected = {row(cls, names) for cls, names in loss_classes().items()}
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
     below = lines[lines.index(HEADER) + 2 :]
     found = below[: next(n for n, line in enumerate(below) if not line.startswith("|"))]
