@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -72,9 +72,7 @@ class Change:
 
 
 def read_changes(path: Path) -> list[Change]:
-    names = [field.name for field in fields(Change)]
-    listed = json.loads(path.read_text(encoding="utf-8"))
-    return [Change(**{name: entry[name] for name in names}) for entry in listed]
+    return [Change(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 class Tree:
