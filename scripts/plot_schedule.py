@@ -1,4 +1,4 @@
-"""The README's picture: one group as a plan runs it, beside dense. Drawn from the two plans.
+"""Figure of docs/concepts/phases.md: one group as a plan runs it, beside dense. Drawn from plans.
 
     python scripts/plot_schedule.py [--output docs/figures/schedule.svg]
 

@@ -134,7 +134,7 @@ def test_pages_are_those_that_rows_give() -> None:
     assert [p.name for p in RESULTS.glob("*.jsonl") if f"`results/{p.name}`" not in listed] == []
 
 
-def test_the_picture_of_the_readme_is_drawn(
+def test_the_figure_of_the_schedule_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, output = ROOT / "scripts" / "plot_schedule.py", tmp_path / "schedule.svg"
