@@ -30,7 +30,7 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test durations test-slow test-ranks test-quick fuzz compare figures check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
+.PHONY: help demo docs test test-slow test-ranks test-quick fuzz compare figures check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,11 +44,6 @@ docs: $(docs_ready)  ## the site of the documentation, in site/
 
 test: $(ready)  ## every kind of test that needs no GPU; CONTRIBUTING.md bounds its time
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
-
-durations: $(ready)  ## make test, and the seconds of each file in tests/durations.tsv
-	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal \
-	  --junitxml build/durations.xml
-	@$(bin)/python scripts/durations.py build/durations.xml
 
 test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases
 	@$(pytest) -m "$(no_gpu) and slow and not ranks" -n $(WORKERS) --dist worksteal --part $(PART)
