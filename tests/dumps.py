@@ -55,10 +55,10 @@ def truth(seed: int = 0, groups: int = 3, rollouts_per_group: int = 3) -> list[R
     return [made[n] for n in random.permutation(len(made))]
 
 
-def with_critic(rollouts: Sequence[Rollout], seed: int = 0) -> list[Rollout]:
+def with_critic(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The same with a critic's values before the update, and returns: one in a few for all tokens
     of a rollout, as they are where nothing is discounted."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     made = []
     for n, rollout in enumerate(rollouts):
         values, returns = random.normal(size=(2, len(rollout))).astype(np.float32).astype(float)

@@ -12,9 +12,7 @@ import pytest
 from forkpoint import Config
 
 
-def slow_besides(
-    kept: Collection[Any], values: Iterable[Any], mark: pytest.MarkDecorator = pytest.mark.slow
-) -> list[Any]:
+def slow_besides(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """The values for `parametrize`, of which those in `kept` alone are not marked."""
     values = list(values)
     unknown = [value for value in kept if value not in values]
@@ -22,7 +20,9 @@ def slow_besides(
     return [
         value
         if value in kept
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+        else pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow
+        )
         for value in values
     ]
 

@@ -19,10 +19,10 @@ LINK = Link(
 )
 
 
-def line(per_token: float, *, backward: float = 2.0, floor: float = 1.0) -> Curve:
-    """Time in proportion to tokens, `floor` tokens at least."""
-    forward = (per_token * floor, per_token * 4096)
-    return Curve((floor, 4096.0), forward, (backward * forward[0], backward * forward[1]))
+def line(per_token: float, *, backward: float = 2.0) -> Curve:
+    """Time in proportion to tokens."""
+    forward = (per_token, per_token * 4096)
+    return Curve((1.0, 4096.0), forward, (backward * forward[0], backward * forward[1]))
 
 
 def flat(value: float) -> Curve:

@@ -54,15 +54,13 @@ def plain_attention(
 ALL_ATTENTION_FUNCTIONS.register(PLAIN_ATTENTION, plain_attention)
 
 
-def force_windows_and_sinks(
-    causal: PreTrainedModel, *, window: int | None, sinks: bool, seed: int = 0
-) -> None:
+def force_windows_and_sinks(causal: PreTrainedModel, *, window: int | None, sinks: bool) -> None:
     """Give every attention layer a window and learnable sinks that its family does not have.
 
     Both are passed through the layers' call arguments to whatever attention function is set; use
     `PLAIN_ATTENTION` for the dense side, since the stock functions know no sinks.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for module in causal.modules():
         if not hasattr(module, "layer_idx") or not hasattr(module, "q_proj"):
             continue

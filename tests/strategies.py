@@ -55,20 +55,14 @@ def token_lists(
 
 
 @st.composite
-def batches(
-    draw: st.DrawFn, *, max_rollouts: int = 12, max_tokens: int = 40, logprobs: bool = False
-) -> RolloutBatch:
-    """A batch of `token_lists`, with or without group ids, at one temperature, two, or three.
-
-    logprobs: whether the batch may have old and reference log-probs.
-    """
+def batches(draw: st.DrawFn, *, max_rollouts: int = 12, max_tokens: int = 40) -> RolloutBatch:
+    """A batch of `token_lists`, with or without group ids, at one temperature, two, or three."""
     lists = draw(token_lists(max_rollouts=max_rollouts, max_tokens=max_tokens))
     groups = draw(st.sampled_from((0, 1, 3)))
     # The last two differ in their last bit alone.
     several = ((1.0,), (1.0, 0.7), (1.0, 0.7, float(np.nextafter(0.7, 1))))
     temperatures = draw(st.sampled_from(several))
     trained = draw(st.sampled_from((0.0, 0.3, 1.0)))
-    has_logprobs = logprobs and draw(st.booleans())
     # What is left comes from one seed: drawn value by value it takes longer than the tests do.
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rollouts = []
@@ -80,8 +74,6 @@ def batches(
                 ids,
                 mask,
                 random.normal(size=len(ids)) if random.random() < 0.5 else random.normal(),
-                old_logprobs=-3 * random.random(len(ids)) if has_logprobs else None,
-                reference_logprobs=-3 * random.random(len(ids)) if has_logprobs else None,
                 temperature=random.choice(temperatures),
                 group_id=str(random.integers(groups)) if groups else None,
             )

@@ -27,8 +27,8 @@ QWEN = [family for family in FAMILIES if MULTIMODAL[family].axes]
 NAME = "tool tree"
 
 
-def wanted_of(model: Any, batch: RolloutBatch, loss: Any = weighted) -> dict[str, Any]:
-    return dict(dense_run(model, batch, as_loss(loss)).gradients)
+def wanted_of(model: Any, batch: RolloutBatch) -> dict[str, Any]:
+    return dict(dense_run(model, batch, as_loss(weighted)).gradients)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_logprobs_and_scores_are_routed_as_well() -> None:
 # What shares ------------------------------------------------------------------------------------
 
 
-def plans(*routes: list[int], last_tokens: bool = False) -> Any:
+def plans(*routes: list[int]) -> Any:
     """The forest of rollouts of the tokens 5, 6, 7, 8 with these experts, of one layer."""
     rollouts = [
         Rollout([5, 6, 7, 8], [0, 1, 1, 1], 1.0, routed_experts=np.array(each)[:, None, None])

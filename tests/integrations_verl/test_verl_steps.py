@@ -85,15 +85,15 @@ def test_the_first_gradients_are_those_of_stock(name: str, folder: Path) -> None
     assert (found["shared"]["microbatches"] > 1) is several
 
 
-def same_metrics(found: dict[str, Any], most: float = 1e-5) -> None:
+def same_metrics(found: dict[str, Any]) -> None:
     """verl's metrics by micro-batch, and forkpoint's besides."""
     stock, shared = found["stock"]["metrics"], found["shared"]["metrics"]
     own = {name for name in shared if name.startswith("forkpoint/")}
     assert own == {f"forkpoint/{n}" for n in ("computed_tokens", "given_tokens", "bound")}
     assert shared.keys() - own == stock.keys()
     for name, values in stock.items():
-        assert shared[name] == pytest.approx(values, rel=most, abs=most), name
-    assert found["shared"]["loss"] == pytest.approx(found["stock"]["loss"], rel=most, abs=most)
+        assert shared[name] == pytest.approx(values, rel=1e-5, abs=1e-5), name
+    assert found["shared"]["loss"] == pytest.approx(found["stock"]["loss"], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,12 @@ def make_batch(seed=0, *, pairs=False, without=()):
     return RolloutBatch(rollouts)
 
 
-def make_logprobs(batch, seed=0):
+def make_logprobs(batch):
     """Log-probs near the old ones, so that some ratios are clipped and some are not.
 
     They stand for a critic's values too, which are then clipped where they leave the old values.
     """
-    rng = np.random.default_rng(seed + 100)
+    rng = np.random.default_rng(100)
     old = batch.old_logprobs
     values = -rng.exponential(1.0, len(batch.token_ids)) if old is None else old
     values = values + rng.normal(0, 0.3, len(values))
@@ -121,9 +121,9 @@ def each_rollout(batch):
         yield n, [t for t in tokens if batch.loss_mask[t]]
 
 
-def batch_for(loss, seed=0, *, without=()):
+def batch_for(loss, *, without=()):
     refused = () if loss.takes_weights else ("weights",)
-    batch = make_batch(seed, pairs=isinstance(loss, PAIRS), without=(*refused, *without))
+    batch = make_batch(0, pairs=isinstance(loss, PAIRS), without=(*refused, *without))
     loss.check(batch)
     return batch
 

@@ -55,13 +55,14 @@ def make_model() -> torch.nn.Module:
     return model.to("cuda", torch.bfloat16).train()
 
 
-def make_batch(prompt: int = 4096, response: int = 1024, count: int = 4) -> RolloutBatch:
+def make_batch() -> RolloutBatch:
+    prompt, response = 4096, 1024
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 1000, prompt).tolist()
     mask = [0] * prompt + [1] * response
     return RolloutBatch(
         Rollout(shared + rng.integers(0, 1000, response).tolist(), mask, 1.0 - n, group_id="g")
-        for n in range(count)
+        for n in range(4)
     )
 
 

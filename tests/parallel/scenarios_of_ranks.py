@@ -39,16 +39,16 @@ def group(
     return found
 
 
-def tree(seed: int, depth: int, *, vocab: int = 60) -> list[Rollout]:
+def tree(seed: int, depth: int) -> list[Rollout]:
     """A chain of turns, with a rollout that ends after each: as deep as there are turns."""
     rng = np.random.default_rng(seed)
-    tokens = list(rng.integers(0, vocab, 9))
+    tokens = list(rng.integers(0, 60, 9))
     found = []
     for turn in range(depth):
-        ids = tokens + list(rng.integers(0, vocab, 5 + turn))
+        ids = tokens + list(rng.integers(0, 60, 5 + turn))
         mask = [0] * 5 + [1] * (len(ids) - 5)
         found.append(Rollout(ids, mask, float(rng.normal()), group_id=f"tree {seed}"))
-        tokens += list(rng.integers(0, vocab, 6))
+        tokens += list(rng.integers(0, 60, 6))
     return found
 
 

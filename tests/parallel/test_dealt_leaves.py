@@ -21,17 +21,17 @@ from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing import meters
 
 
-def branching(seed: int, turns: int, *, vocab: int = 60) -> list[Rollout]:
-    """A prompt, two turns below it, and below each as many ends: forks at two depths."""
-    rng = np.random.default_rng(seed)
-    prompt = list(rng.integers(0, vocab, 30))
+def branching() -> list[Rollout]:
+    """A prompt, two turns below it, and below each five ends: forks at two depths."""
+    rng = np.random.default_rng(5)
+    prompt = list(rng.integers(0, 60, 30))
     found = []
     for _ in range(2):
-        turn = prompt + list(rng.integers(0, vocab, 25))
-        for _ in range(turns):
-            ids = turn + list(rng.integers(0, vocab, int(rng.integers(4, 9))))
+        turn = prompt + list(rng.integers(0, 60, 25))
+        for _ in range(5):
+            ids = turn + list(rng.integers(0, 60, int(rng.integers(4, 9))))
             mask = [0] * 33 + [1] * (len(ids) - 33)
-            found.append(Rollout(ids, mask, float(rng.normal()), group_id=f"branching {seed}"))
+            found.append(Rollout(ids, mask, float(rng.normal()), group_id="branching"))
     return found
 
 
@@ -65,10 +65,10 @@ NAMES = (
 DEALT: dict[str, Case] = {
     **{name: CASES[name] for name in NAMES},
     "GSPO, one key head": replace(CASES["GSPO, one key head"], rollouts=(WIDE,)),
-    "two depths": of(rollouts=(branching(5, 5),)),
-    "two depths, two passes": of(rollouts=(branching(5, 5),), loss=GSPO()),
+    "two depths": of(rollouts=(branching(),)),
+    "two depths, two passes": of(rollouts=(branching(),), loss=GSPO()),
     "two depths, recomputed": of(
-        rollouts=(branching(5, 5),), config=replace(DEEP, activations="recompute")
+        rollouts=(branching(),), config=replace(DEEP, activations="recompute")
     ),
     "no prompt": of(config=Config(sharing="none", boundary="within")),
     "within microbatches": of(config=Config(sharing="tree", boundary="within")),

@@ -31,12 +31,10 @@ def edited(make: Callable[[Any], dict[str, Any]], edit: Callable[[dict[str, Any]
     return write
 
 
-def at(name: str, position: Any, value: Any, dtype: Any = None) -> Callable[[dict], None]:
-    """Sets one entry of the damaged row of a column, in another dtype if asked for."""
+def at(name: str, position: Any, value: Any) -> Callable[[dict], None]:
+    """Sets one entry of the damaged row of a column."""
 
     def edit(table: dict[str, Any]) -> None:
-        if dtype is not None:
-            table[name] = table[name].astype(dtype)
         if isinstance(table[name], np.ndarray):
             table[name][ROW, position] = value
         else:
@@ -192,8 +190,8 @@ def truncated(path: Path, share: float = 0.6) -> Path:
     return path
 
 
-def torch_file(folder: Path, make: Any = TRL) -> Path:
-    return write_torch(folder / "x.pt", tensors(make(truth())))
+def torch_file(folder: Path) -> Path:
+    return write_torch(folder / "x.pt", tensors(TRL(truth())))
 
 
 def safe(folder: Path) -> Path:

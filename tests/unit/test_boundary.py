@@ -8,8 +8,6 @@ from forkpoint.engine.prefix_cache import Capture, PrefixCache, capture_prefix
 from forkpoint.ops.dtypes import accumulate_dtype
 
 KEY = (0, "k")
-# Places 1-3 and 5-6 of a microbatch of 6 tokens, and where they go in an cache of 8.
-RUNS = [(1, 3, 4), (5, 6, 1)]
 
 
 def microbatch(*, dtype: torch.dtype = torch.float64, tokens: int = 6, grad: bool = True) -> Tensor:

@@ -27,8 +27,8 @@ def by_heads(batch: RolloutBatch, shape: ModelShape = TWO, config: Config = ACRO
     return make_plan(batch, shape, config, capabilities=BY_HEADS)
 
 
-def dealt(batch: RolloutBatch, shape: ModelShape = TWO, config: Config = ACROSS) -> Plan:
-    plan = by_heads(batch, shape, config)
+def dealt(batch: RolloutBatch, shape: ModelShape = TWO) -> Plan:
+    plan = by_heads(batch, shape)
     return deal(plan, segment_entries(plan.forest, batch))
 
 

@@ -16,12 +16,6 @@ def plan_of(lists: list[list[int]], **options) -> Plan:
     return make_plan(batch, config=Config(**options))
 
 
-def lengths_of(plan: Plan) -> list[list[int]]:
-    return [
-        plan.forest.length[list(microbatch.segments)].tolist() for microbatch in plan.microbatches
-    ]
-
-
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(1, 25))
 def test_bins_hold_everything_once_and_no_two_could_be_one(sizes: list[int], capacity: int) -> None:

@@ -26,8 +26,8 @@ def refusal(*parts: str) -> str:
     return "(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
 
 
-def write(folder: Path, *lines: str, name: str = "r.jsonl") -> Path:
-    path = folder / name
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "r.jsonl"
     path.write_bytes("\n".join(lines).encode())
     return path
 

@@ -17,12 +17,11 @@ BATCH = forked_batch()
 
 def loss_kind(
     call: Callable[[], object],
-    argv: tuple[str, ...] = (),
     *,
     message: str,
     error: type[ForkpointError] = ConfigError,
 ) -> Kind:
-    return Kind(error=error, message=message, call=call, argv=argv)
+    return Kind(error=error, message=message, call=call)
 
 
 def trained(loss: Any, batch: RolloutBatch = BATCH) -> Callable[[], object]:

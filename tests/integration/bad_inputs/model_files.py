@@ -28,12 +28,12 @@ def config_kind(
     )
 
 
-def path_kind(*, message: str, content: str | None = None, command: str = "plan") -> Kind:
+def path_kind(*, message: str, content: str | None = None) -> Kind:
     """A path at which there is no model."""
     return Kind(
         error=ConfigError,
         message=message,
-        argv=(command, "ok.jsonl", "--model", "bad.json" if content else "model"),
+        argv=("plan", "ok.jsonl", "--model", "bad.json" if content else "model"),
         prepare=lambda _: Path("bad.json").write_text(content) if content else None,
     )
 

@@ -29,13 +29,13 @@ def plan_kind(
     return Kind(error=error, message=message, call=call, argv=argv)
 
 
-def scored_with(family: str = "llama", **options: Any) -> Callable[[], object]:
-    return lambda: wrap(tiny_model(family), Config(**options)).score(BATCH)
+def scored_with(**options: Any) -> Callable[[], object]:
+    return lambda: wrap(tiny_model("llama"), Config(**options)).score(BATCH)
 
 
-def asked(name: str = "auto", **changes: Any) -> Callable[[], object]:
+def asked(**changes: Any) -> Callable[[], object]:
     usual = Asked(torch.device("cpu"), torch.float32, 32, 32, 0.0, 0, deterministic=False)
-    return lambda: select_kernel(name, usual._replace(**changes))
+    return lambda: select_kernel("auto", usual._replace(**changes))
 
 
 PLANS = (
