@@ -44,12 +44,10 @@ def time_host(
     function: Callable[[], object],
     *,
     repeats: int,
-    warm_up: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """Time a function by a clock of the host, in seconds; it runs once before, to warm up."""
-    if warm_up:
-        function()
+    function()
     samples = []
     for _ in range(repeats):
         begin = clock()
@@ -59,17 +57,15 @@ def time_host(
     return Timing(samples)
 
 
-def time_cuda(
-    function: Callable[[], object], *, budget_ms: float = 250.0, most: int = 30, least: int = 3
-) -> Timing:
-    """Time a function by CUDA events, warm, repeated within a budget.
+def time_cuda(function: Callable[[], object]) -> Timing:
+    """Time a function by CUDA events, warm, for a quarter of a second: 3 to 30 repeats.
 
     Between repeats a buffer larger than the L2 cache is overwritten, so that nothing is read from
     where the repeat before left it.
     """
     function()
     once_ms = max(_timed(function, 1).p50, 1e-3)
-    return _timed(function, max(least, min(most, int(budget_ms / once_ms))))
+    return _timed(function, max(3, min(30, int(250.0 / once_ms))))
 
 
 def _timed(function: Callable[[], object], repeats: int) -> Timing:

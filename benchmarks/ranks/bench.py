@@ -265,7 +265,6 @@ class _Measuring:
         found, policy, _ = best_dense(
             stepper,
             batch,
-            repeats=1,
             sample=SAMPLES[0],
             row_tokens=DENSE_ROW_TOKENS // self.scale,
         )

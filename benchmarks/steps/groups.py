@@ -153,7 +153,6 @@ class Groups(Steps):
         dense, dense_policy, some = best_dense(
             stepper,
             batch,
-            repeats=1,
             sample=self.sample,
             row_tokens=self.dense_microbatch // (SCALE_TINY if self.tiny else 1),
             all_rollouts=self.all_rollouts,

@@ -25,6 +25,8 @@ RESERVED_BYTES = 8 << 30
 # Dense rows of short rollouts are tried up to this length. Longer ones gain nothing: in Llama3-8B's
 # shapes on an H200, rows of 12,288 and of 24,576 tokens take the same time a token.
 DENSE_ROW_TOKENS = 16_384
+AFFORDABLE_MS = 12_000.0
+"""For repeats of one step."""
 DENSE = {"sharing": "none", "boundary": "within"}
 GROUP = {"sharing": "group", "boundary": "across"}
 
@@ -207,15 +209,11 @@ class Dense:
     def quantile(self, share: float) -> float:
         return self.scaled(self.timed.quantile(share))
 
-    def phase_ms(self, phase: str) -> float:
-        return median(self.timed.phase_ms[phase]) * self.scale
-
 
 def best_dense(
     stepper: Stepper,
     batch: RolloutBatch,
     *,
-    repeats: int,
     sample: int = 4,
     row_tokens: int = DENSE_ROW_TOKENS,
     all_rollouts: bool = False,
@@ -239,7 +237,7 @@ def best_dense(
             )
             try:
                 timed = stepper.step(policy, some)
-                timed = stepper.repeat(policy, some, repeats=repeats, into=Timed(timed.plan))
+                timed = stepper.repeat(policy, some, repeats=1, into=Timed(timed.plan))
             except torch.OutOfMemoryError:
                 gc.collect()  # frames of the error are in cycles with what they hold
                 torch.cuda.empty_cache()
@@ -282,11 +280,6 @@ def _rollouts_of_rows(longest: int, count: int, row_tokens: int) -> list[int]:
     return tried
 
 
-def repeats_for(first_ms: float, *, budget_ms: float = 12_000.0, most: int = 5) -> int:
-    """How often to measure what takes so long."""
-    return max(1, min(most, int(budget_ms / max(first_ms, 1.0))))
-
-
 def repeated(stepper: Stepper, policy: Policy, batch: RolloutBatch) -> Timed:
     """A step once to warm up, and then as often as is affordable.
 
@@ -294,8 +287,8 @@ def repeated(stepper: Stepper, policy: Policy, batch: RolloutBatch) -> Timed:
     """
     warm = stepper.has_run(policy)
     first = stepper.step(policy, batch)
-    repeats = repeats_for(first.typical_ms)
-    if warm and repeats == 1 and first.typical_ms > 12_000:
+    repeats = max(1, min(5, int(AFFORDABLE_MS / max(first.typical_ms, 1.0))))
+    if warm and first.typical_ms > AFFORDABLE_MS:
         return first
     into = Timed(first.plan, planning_ms=first.planning_ms)
     return stepper.repeat(policy, batch, repeats=repeats, into=into)

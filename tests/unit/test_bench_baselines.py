@@ -50,7 +50,7 @@ def test_dense_of_short_rollouts_has_long_rows_too(
         return into
 
     monkeypatch.setattr(stepper, "repeat", repeat)
-    dense, policy, some = best_dense(stepper, batch, repeats=1, sample=2, row_tokens=512)
+    dense, policy, some = best_dense(stepper, batch, sample=2, row_tokens=512)
     assert rows == tried and policy.config.max_microbatch_tokens == dense.row_tokens == max(tried)
     assert len(some) == dense.rollouts == sample and dense.scale == pytest.approx(16 / sample)
 
