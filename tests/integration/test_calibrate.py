@@ -18,6 +18,7 @@ import torch
 from commands import CONFIG
 from steps import forked_batch
 from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
 
 from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
@@ -52,6 +53,18 @@ MODEL = CONFIG | {
 
 
 CPU = torch.device("cpu")
+
+
+def small_model(layers: int = 6) -> PreTrainedModel:
+    return random_model(MODEL | {"num_hidden_layers": layers}, torch.float32, 0).train()
+
+
+def cpu_clock(repeats: int = 1) -> Clock:
+    return Clock(CPU, repeats=repeats, busy_products=0)
+
+
+def cpu_rows(repeats: int = 1) -> Rows:
+    return Rows(cpu_clock(repeats), kernel="auto", vocab=64, segment_tokens=16)
 
 
 def endless() -> float:
@@ -89,7 +102,7 @@ def test_what_is_measured_makes_sense(folder: Path) -> None:
 
 
 def test_policies_find_it_and_predict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(MODEL, torch.float32, 0).train()
+    model = small_model()
     rollouts = synthetic_rollouts(
         groups=1, rollouts_per_group=4, prompt_tokens=128, response_tokens=64, vocab_size=512
     )
@@ -146,7 +159,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_policy_measures_once_and_leaves_the_model_as_it_was(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model(MODEL, torch.float32, 0).train()
+    model = small_model()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     random = torch.get_rng_state()
     plan = wrap(model).plan(forked_batch())
@@ -162,7 +175,7 @@ def test_a_policy_measures_once_and_leaves_the_model_as_it_was(
     assert Calibration.load(path).shape == found.shape
     # A later process reads the file, also for another depth.
     monkeypatch.setattr(automatic, "calibrate", None)
-    shallower = random_model({**MODEL, "num_hidden_layers": 2}, torch.float32, 0).train()
+    shallower = small_model(2)
     assert wrap(shallower).plan(forked_batch()).predicted_ms
     path.unlink()
     assert wrap(model, Config(calibration=None)).plan(forked_batch()).predicted_ms is None
@@ -176,7 +189,7 @@ def test_scores_in_inference_mode_measure_and_nothing_looks_for_anomalies(
         return calibrate(*args, **kwargs)
 
     monkeypatch.setattr(automatic, "calibrate", measured)
-    policy = wrap(random_model(MODEL, torch.float32, 0).train())
+    policy = wrap(small_model())
     with torch.inference_mode(), torch.autograd.set_detect_anomaly(True):
         policy.score(forked_batch())
         assert torch.is_anomaly_enabled()
@@ -186,7 +199,7 @@ def test_scores_in_inference_mode_measure_and_nothing_looks_for_anomalies(
 
 @pytest.mark.slow
 def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None:
-    model = random_model(MODEL, torch.float32, 0).train()
+    model = small_model()
     policy = wrap(model)
     plan = policy.forward_backward(forked_batch(), losses.GRPO()).plan
     assert plan.predicted_ms
@@ -200,7 +213,7 @@ def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None
 def test_where_nothing_is_measured_prices_are_nominal(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    frozen = random_model(MODEL, torch.float32, 0).train()
+    frozen = small_model()
     frozen.model.layers[0].requires_grad_(False)
     assert wrap(frozen).plan(forked_batch()).predicted_ms is None
     assert "forkpoint calibrate" not in caplog.text
@@ -209,7 +222,7 @@ def test_where_nothing_is_measured_prices_are_nominal(
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(automatic, "calibrate", fails)
-    policy = wrap(random_model(MODEL, torch.float32, 0).train())
+    policy = wrap(small_model())
     for _ in range(2):
         assert policy.plan(forked_batch()).predicted_ms is None
     assert caplog.text.count("no memory left") == 1 and not list(cache.iterdir())
@@ -250,10 +263,10 @@ def test_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counters.clear()
     # As wide as the second of the lengths that are measured.
-    model = random_model({**MODEL, "num_hidden_layers": 1}, torch.float32, 0).train()
+    model = small_model(1)
     assert model.config.hidden_size == QUICK["cpu"].row_tokens[1]
     calibrate(
-        lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
+        small_model,
         wrap(model).host.shape,
         compile_blocks=True,
         efforts=QUICK,
@@ -262,7 +275,7 @@ def test_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_steady_time_is_a_share_of_that_behind_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(torch.device("cpu"), repeats=1, busy_products=0)
+    clock = cpu_clock()
     assert clock.steady_share(int, abs, Times(1, 1)) == 1.0, "a CPU has no clock to tell apart"
     clock.kind, marks = "cuda", itertools.count()
     monkeypatch.setattr(clock, "_mark", lambda: next(marks) / 1e3)
@@ -276,9 +289,8 @@ def test_launches_that_fill_the_device_tell_queries_from_pairs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Made-up times: 1e-3 ms a query, 1e6 pairs a ms, and a walk of 1e-3 ms a key or a query."""
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    clock = Clock(host.device, repeats=1, busy_products=0)
-    parts = Parts(clock, host.shape, kernel="auto", filled_tokens=8192)
+    host = host_of(small_model())
+    parts = Parts(cpu_clock(), host.shape, kernel="auto", filled_tokens=8192)
 
     def added(length: int, queries: int, keys: int, ancestors: int = 1) -> Times:
         pairs = queries * keys / 1e6
@@ -297,9 +309,8 @@ def test_launches_that_fill_the_device_tell_queries_from_pairs(
 
 def test_launches_of_short_ancestors_have_several_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """One ancestor of 256 keys would leave most of a GPU idle in the backward."""
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    clock = Clock(host.device, repeats=1, busy_products=0)
-    parts = Parts(clock, host.shape, kernel="auto", filled_tokens=32_768)
+    host = host_of(small_model())
+    parts = Parts(cpu_clock(), host.shape, kernel="auto", filled_tokens=32_768)
     made: list[tuple[int, tuple[int, ...]]] = []
 
     def timed(length: int, count: int, ancestors: tuple[int, ...] = ()) -> Times:
@@ -314,9 +325,8 @@ def test_launches_of_short_ancestors_have_several_of_them(monkeypatch: pytest.Mo
 
 def test_timed_attention_divides_queries_among_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:
     """All queries have one ancestor, and the timed backward adds to no gradient of its inputs."""
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    clock = Clock(host.device, repeats=2, busy_products=0)
-    parts = Parts(clock, host.shape, kernel="auto", filled_tokens=64)
+    host = host_of(small_model())
+    parts = Parts(cpu_clock(2), host.shape, kernel="auto", filled_tokens=64)
     inputs: list[torch.Tensor] = []
     layouts: list[Table] = []
 
@@ -361,11 +371,9 @@ def test_the_longest_row_is_timed_where_the_host_is_slow(monkeypatch: pytest.Mon
 def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = random_model(MODEL, torch.float32, 0).train()
+    model = small_model()
     host, alive = host_of(model), ref(model)
-    rows = Rows(
-        Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
-    )
+    rows = cpu_rows()
 
     def timed(host: ModelHost) -> StepTimes:
         step = rows.host_step(host, 16, 16)
@@ -407,11 +415,9 @@ def test_a_block_is_timed_where_the_next_begins(
     monkeypatch.setattr(operator, "_launch_backward", slow(operator._launch_backward, 0.02))
     made = slow(table.AttentionTable.__init__, 0.05)
     monkeypatch.setattr(table.AttentionTable, "__init__", made)
-    model = random_model(MODEL | {"num_hidden_layers": 4}, torch.float32, 0).train()
+    model = small_model(4)
     host = host_of(model, compile_blocks=compiled)
-    rows = Rows(
-        Clock(host.device, repeats=2, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
-    )
+    rows = cpu_rows(2)
     step, forked = rows.host_step(host, 16, 16), rows.host_row(host, 16, 16, 2, shares=True)
     plain = {f"{count}": rows.host_row(host, 16, 16, count) for count in (1, 2)}
     rows.in_turn({"step": step, "forked": forked, **plain}, endless)
@@ -439,12 +445,7 @@ def test_settings_of_a_model_that_steps_refuse() -> None:
 
 
 def test_samples_run_in_turn_and_those_that_a_model_refuses_are_left_out() -> None:
-    rows = Rows(
-        Clock(torch.device("cpu"), repeats=1, busy_products=0),
-        kernel="auto",
-        vocab=64,
-        segment_tokens=16,
-    )
+    rows = cpu_rows()
     ran: list[str] = []
 
     def sample(name: str, seconds: float) -> Any:
@@ -473,12 +474,7 @@ def test_samples_of_the_host_end_when_the_time_is_up(
     begins that would end late, except the first three."""
     now, starts = [0.0], []
     monkeypatch.setattr(microbatches, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    rows = Rows(
-        Clock(torch.device("cpu"), repeats=3, busy_products=0),
-        kernel="auto",
-        vocab=64,
-        segment_tokens=16,
-    )
+    rows = cpu_rows(3)
 
     def run() -> None:
         now[0] += 0.1 if starts else 5.0
@@ -572,9 +568,8 @@ def test_the_model_of_host_times_is_deep_where_layers_are_small() -> None:
 
 
 def test_rows_have_short_segments_whose_attention_is_not_part_of_a_block() -> None:
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    clock = Clock(host.device, repeats=1, busy_products=0)
-    rows = Rows(clock, kernel="auto", vocab=64, segment_tokens=16)
+    host = host_of(small_model())
+    rows = cpu_rows()
     inputs, run = rows._row(host, 70, labelled=2)
     assert np.bincount(inputs.segments).tolist() == [17, 17, 18, 18]
     with host.entered():
@@ -597,9 +592,8 @@ def test_rows_have_short_segments_whose_attention_is_not_part_of_a_block() -> No
 
 
 def test_rows_of_the_host_have_a_launch_for_each_fork() -> None:
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    clock = Clock(host.device, repeats=1, busy_products=0)
-    rows = Rows(clock, kernel="auto", vocab=64, segment_tokens=16)
+    host = host_of(small_model())
+    rows = cpu_rows()
     config = Config(sharing="group", boundary="within")
     for forks, count in ((0, 1), (1, 2), (1, 4), (4, 5)):
         plan = make_plan(rows._group(24, 8, count, max(1, forks)), host.shape, config)
@@ -617,10 +611,8 @@ def test_the_steady_row_is_longer_where_the_host_is_slow(
     monkeypatch: pytest.MonkeyPatch, host_ms: float, lengths: list[int]
 ) -> None:
     """The device takes 2 ms for 16 tokens. The host takes a tenth longer for each 16 more."""
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    rows = Rows(
-        Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64, segment_tokens=16
-    )
+    host = host_of(small_model())
+    rows = cpu_rows()
     made: list[int] = []
     timed: list[int] = []
     row = rows._row
@@ -664,11 +656,11 @@ def test_what_would_be_over_later_is_not_measured(
     monkeypatch.setattr(Rows, "row_ms", row)
     monkeypatch.setattr(Rows, "steady_share", share)
     effort = replace(QUICK["cpu"], row_tokens=(4, 8, 16), repeats=1, max_seconds=0.5)
-    model = random_model(MODEL, torch.float32, 0).train()
+    model = small_model()
     shape = wrap(model).host.shape
     begin = time.perf_counter()
     found = calibrate(
-        lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
+        small_model,
         shape,
         compile_blocks=False,
         efforts={"cpu": effort},
