@@ -10,7 +10,7 @@ read, and the next one is copied."""
 
 
 def layer_cache_bytes(cache_tokens: int, shape: ModelShape) -> int:
-    """Bytes of the prefix cache of `cache_tokens` tokens in one attention layer, with its gradients."""
+    """Bytes of the prefix cache of these tokens in one attention layer, with its gradients."""
     each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
     return cache_tokens * each // max(1, shape.attention_layers)
 
