@@ -60,7 +60,9 @@ class Inputs:
         return Sequences(np.asarray(self.lengths, np.int64), "cpu")
 
 
-def outcome(scan, inputs: list[Tensor | None], sequences: Sequences) -> dict[str, Tensor]:
+def outcome(
+    scan, inputs: list[Tensor | None], sequences: Sequences, names=NAMES
+) -> dict[str, Tensor]:
     """Output, final states and every gradient, by name, in float64."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     o, final = scan(*leaves, sequences, True)
@@ -69,7 +71,7 @@ def outcome(scan, inputs: list[Tensor | None], sequences: Sequences) -> dict[str
         torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.device) for x in (o, final)
     ]
     total = sum((x.double() * w).sum() for x, w in zip((o, final), weights, strict=True))
-    named = {n: x for n, x in zip(NAMES, leaves, strict=True) if x is not None}
+    named = {n: x for n, x in zip(names, leaves, strict=True) if x is not None}
     found = dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
     return {n: x.detach().double() for n, x in ({"o": o, "final": final} | found).items()}
 

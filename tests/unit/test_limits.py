@@ -42,8 +42,8 @@ GOOD = line([1, 2, 3])
 SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
 
 
-def write(folder: Path, content: bytes) -> Path:
-    path = folder / "x.jsonl"
+def write(folder: Path, content: bytes, name: str = "x.jsonl") -> Path:
+    path = folder / name
     path.write_bytes(content)
     return path
 
