@@ -16,6 +16,7 @@ from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.losses.base import as_loss
 from forkpoint.plan.predict import plan_cost
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.step import self_check
 from forkpoint.testing import dense_run, lifted_upcasts
 from lanes import slow_besides
@@ -169,7 +170,7 @@ def test_prices_and_budgets(family: str) -> None:
         )
         assert inside <= encoder.parameters <= 2 * inside + 3 * 16 * 16 * 64
         unpriced = replace(plan, capabilities=replace(plan.capabilities, encoder=None))
-        work = plan_cost(plan) - plan_cost(unpriced)
+        work = plan_cost(plan, meter_of(plan)) - plan_cost(unpriced, meter_of(unpriced))
         assert work >= 3 * 2.0 * encoder.parameters * patches
         assert plan.predicted_peak_bytes is not None
         least = plan.predicted_peak_bytes - 1
@@ -177,7 +178,7 @@ def test_prices_and_budgets(family: str) -> None:
         again = tight.plan(batch, GRPO())
         assert again.encodes_again and again.events() == plan.events()
         assert (again.predicted_peak_bytes or 0) <= least
-        assert plan_cost(again) > plan_cost(plan)
+        assert plan_cost(again, meter_of(again)) > plan_cost(plan, meter_of(plan))
         wanted = step(policy, batch, GRPO())
         assert relative_distance(step(tight, batch, GRPO()), wanted) < BAR
 

@@ -17,6 +17,7 @@ from forkpoint.plan.align import align
 from forkpoint.plan.media import CommonEncoders, PlannedMedium
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing.encoders import EncoderShape
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.pricing.totals import EncoderTotals
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import prompts_of
@@ -127,7 +128,7 @@ def test_the_first_stage_has_the_time_and_memory_of_encoders(trained: bool) -> N
     features, kept = 3 * 100 * (2 + 4 * trained), 12 * 200 * 2 * trained
     assert more in (features + kept, 2 * (features + kept))
     assert sum(found.busy) - sum(without.busy) == pytest.approx(once * (2 + 2 * trained))
-    simulated = plan_cost(plan) - plan_cost(text)
+    simulated = plan_cost(plan, meter_of(plan)) - plan_cost(text, meter_of(text))
     assert simulated == pytest.approx(once * (2 + 2 * trained))
 
 

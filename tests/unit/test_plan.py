@@ -16,6 +16,7 @@ from forkpoint.plan import Plan, builder, make_plan, planner
 from forkpoint.plan.plan import fingerprint
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.units import GIB
 from plan_shapes import SHAPE
 from strategies import batches
@@ -75,11 +76,12 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
     coupling = np.arange(4)
     with mock.patch.object(meters, "EFFICIENT_TOKENS", 1):
         free = make_plan(batch, config=config)
-        assert (free.boundary, plan_cost(free)) == ("mixed", 500)
+        assert (free.boundary, plan_cost(free, meter_of(free))) == ("mixed", 500)
         assert free.splits(batch, coupling)
-        assert plan_cost(free.with_program(scores=True)) == 500 * 4 / 3
+        scored = free.with_program(scores=True)
+        assert plan_cost(scored, meter_of(scored)) == 500 * 4 / 3
         coupled = make_plan(batch, config=config, coupling=coupling)
-        assert (coupled.boundary, plan_cost(coupled)) == ("within", 600)
+        assert (coupled.boundary, plan_cost(coupled, meter_of(coupled))) == ("within", 600)
         assert [microbatch.tokens for microbatch in coupled.microbatches] == [400, 200]
         # In pairs, the second pair lies in both microbatches.
         pairs = np.array([0, 0, 1, 1])
@@ -110,7 +112,7 @@ def test_auto_never_costs_more_than_dense(
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
         assert len(plan.candidates) == 9
         assert dense
-        cost = plan_cost(plan)
+        cost = plan_cost(plan, meter_of(plan))
         assert cost in costs
         assert cost <= dense[0]
         assert cost <= min(costs) * (1 + planner.SIMPLER_IS_WORTH)

@@ -7,7 +7,7 @@ import pytest
 from forkpoint import Config, Plan
 from forkpoint.plan import make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.predict import simulate
+from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing.meters import (
     CPU_FLOPS_PER_MS,
     GPU_FLOPS_PER_MS,
@@ -31,7 +31,7 @@ def test_waiting_for_copies_by_hand() -> None:
     copies = meter.kept_bytes(parent) / 100
     assert copies == 1000 * 4 * 100 / 100 > forward + wave + backward
     # Out from the first moment; back when all is out; a fourth of the backward after the last byte.
-    assert simulate(plan, meter) == pytest.approx(2 * copies + backward / 4)
+    assert plan_cost(plan, meter) == pytest.approx(2 * copies + backward / 4)
 
 
 def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[float, float, int]]]:
@@ -43,7 +43,7 @@ def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[floa
         (meter.forward(microbatch), meter.backward(microbatch), meter.kept_bytes(microbatch))
         for microbatch in plan.microbatches
     ]
-    return simulate(plan, meter), microbatches
+    return plan_cost(plan, meter), microbatches
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -13,7 +13,7 @@ class Capabilities:
     """Whether a forward can end inside the last block, after the keys, values or states that later
     tokens read. False if the model itself checkpoints activations."""
     runs_ahead: bool = False
-    """Whether the host issues work ahead of the device, as with GPUs: see `predict.simulate`."""
+    """Whether the host issues work ahead of the device, as with GPUs: see `predict.plan_cost`."""
     checkpoints: tuple[str, ...] = ("none", "selective", "full")
     """Checkpointing policies that its blocks support."""
     deals_segments: bool = True

@@ -10,13 +10,16 @@ from dataclasses import replace
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
-from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
+from forkpoint.plan.pricing.meters import Meter, TokenMeter
 from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, HEAD
 from forkpoint.tree import Microbatch
 
 
-def simulate(plan: Plan, meter: Meter) -> float:
-    """Simulate a step. The result is its cost: computation, and waits for copies.
+def plan_cost(plan: Plan, meter: Meter) -> float:
+    """Predicted cost of a step: smaller is faster.
+
+    Unlike the bound, this includes padding, microbatches too short to fill the device, repeated
+    forwards, scores, and waits for copies. The step is simulated.
 
     The host first prepares the step. Then it issues the work of all microbatches in order. Work
     does not end before it has been issued.
@@ -64,7 +67,8 @@ def simulate(plan: Plan, meter: Meter) -> float:
         now = max(now, issued)
     # Encoders do not overlap with other work.
     passes = (encoder_flops(plan, training=training) for training in (False, True))
-    return now + meter.products(sum(sum(map(sum, each)) for each in passes))
+    cost = now + meter.products(sum(sum(map(sum, each)) for each in passes))
+    return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
 def encoder_flops(plan: Plan, *, training: bool) -> tuple[list[float], list[float]]:
@@ -94,18 +98,6 @@ def encoder_flops(plan: Plan, *, training: bool) -> tuple[list[float], list[floa
 
 def _copy_back(meter: Meter, nbytes: int) -> float:
     return meter.copy(nbytes, out=False) or 0.0
-
-
-def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
-    """Predicted cost of a step: smaller is faster.
-
-    Unlike the bound, this includes padding, microbatches too short to fill the device, repeated
-    forwards, scores, and waits for copies. Without a calibration the unit is FLOPs, and without a
-    shape it is tokens.
-    """
-    meter = meter or meter_of(plan)
-    cost = simulate(plan, meter)
-    return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
 def peak_bytes(plan: Plan, meter: Meter) -> int:
