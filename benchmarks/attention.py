@@ -25,7 +25,7 @@ from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.plan.packing import breadth_or_depth
 from forkpoint.plan.pricing.cost import ATTENTION_BACKWARD, visible_pairs
-from forkpoint.tree import Microbatch, full_table
+from forkpoint.tree import CacheSlots, Microbatch, full_table
 from forkpoint.tree.forest import Forest
 
 MOST_ERROR = 2e-2
@@ -172,7 +172,7 @@ class Inputs:
             children=(),
             tokens=begins[-1],
         )
-        table = full_table(forest, row, {})
+        table = full_table(forest, row, CacheSlots())
         self.table = AttentionTable(table, device="cuda")
         self.begin_of = dict(zip(order, begins, strict=False))
         self.q, self.do, self.k, self.v = random_tensors(case, row.tokens, 0)

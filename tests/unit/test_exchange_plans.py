@@ -212,7 +212,7 @@ def test_options_that_keep_ranks_from_exchanging(config: Config) -> None:
 
 def test_a_forest_is_split() -> None:
     tokens, offsets = np.asarray([1, 2, 3, 4, 5, 1, 2, 3, 4, 6]), np.asarray([0, 5, 10])
-    forest = build_forest(sort_rollouts(tokens, offsets, np.zeros(2, np.int64)), 2)
+    forest = build_forest(sort_rollouts(tokens, offsets), 2)
     assert forest.length.tolist() == [3, 1, 1]
     split = forest.split({0: 2})
     assert split.length.tolist() == [2, 1, 1, 1] and split.start.tolist() == [0, 2, 3, 3]

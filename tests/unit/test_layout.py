@@ -16,6 +16,7 @@ from forkpoint.tree import (
     FROM_CACHE,
     FROM_GATHER,
     FROM_OWN,
+    CacheSlots,
     LaunchLayout,
     Microbatch,
     Table,
@@ -142,10 +143,10 @@ def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
     microbatch = replace(
         plan.microbatches[1], segments=(4, 1, 2, 3), segment_begin=(0, 3, 5, 6), tokens=7
     )
-    reach = VisibleKeys(forest, microbatch, {0: 0})
+    reach = VisibleKeys(forest, microbatch, CacheSlots({0: 0}))
     assert reach.above(1) == reach.above(4) == ((FROM_CACHE, 0, 3),)
     assert reach.above(3) == ((FROM_CACHE, 0, 3), (FROM_OWN, 3, 5))
-    table = full_table(forest, microbatch, {0: 0})
+    table = full_table(forest, microbatch, CacheSlots({0: 0}))
     path = [*((FROM_CACHE, i) for i in range(3)), (FROM_OWN, 3), (FROM_OWN, 4), (FROM_OWN, 6)]
     assert visible(table)[6] == Counter(path)
 

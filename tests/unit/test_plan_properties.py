@@ -54,7 +54,7 @@ def ids_of(batch: RolloutBatch, rollout: int) -> list[int]:
 
 def prefixes_of(plan: Plan, batch: RolloutBatch, segment: int) -> list[Prefix]:
     """A segment's edges, read off its first owner."""
-    ids = ids_of(batch, int(plan.forest.owners(segment)[0]))
+    ids = ids_of(batch, int(plan.forest.order[plan.forest.owner_begin[segment]]))
     first = int(plan.forest.start[segment])
     ends = range(first + 2, first + int(plan.forest.length[segment]) + 2)
     return [tuple(ids[:end]) for end in ends]
@@ -114,7 +114,8 @@ def check_paths(plan: Plan, batch: RolloutBatch) -> None:
             owners[cls, tuple(ids[:end])].add(rollout)
     computed = []
     for segment in range(len(forest)):
-        through = set(forest.owners(segment).tolist())
+        begin, end = forest.owner_begin[segment], forest.owner_end[segment]
+        through = set(forest.order[begin:end].tolist())
         cls = classes[min(through)]
         edges = [(cls, prefix) for prefix in prefixes_of(plan, batch, segment)]
         assert all(owners[edge] == through for edge in edges)
@@ -189,7 +190,7 @@ def check_counts(plan: Plan, batch: RolloutBatch) -> None:
     for microbatch in plan.microbatches:
         for segment in microbatch.segments:
             if plan.forest.parent[segment] < 0:
-                owner = int(plan.forest.owners(segment)[0])
+                owner = int(plan.forest.order[plan.forest.owner_begin[segment]])
                 microbatches[classes[owner], tuple(ids_of(batch, owner)[:2])].add(microbatch.index)
     for tree, edges in trees.items():
         if edges and len(edges) <= plan.max_microbatch_tokens:

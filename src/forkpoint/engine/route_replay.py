@@ -75,8 +75,7 @@ class Routes:
             medium = medium + 1
             if last_tokens:
                 medium = np.insert(medium, batch.offsets[1:], 0)
-        zeros = np.zeros(len(batch), np.int64)
-        order = sort_rollouts(tokens, offsets, zeros, routes=medium)
+        order = sort_rollouts(tokens, offsets, routes=medium)
         forest = build_forest(order, len(batch))
         keys = np.append(forest.token_edges(offsets)[1:], -1)
         if last_tokens:

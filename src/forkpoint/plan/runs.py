@@ -113,6 +113,4 @@ def sort_running(
         here[offsets[:-1]] = True  # first tokens, which are not labels
         ids, routes = ids[here], None if routes is None else routes[here]
         offsets = np.concatenate([[0], np.cumsum(runs + 1)])
-    return sort_rollouts(
-        ids, offsets, np.zeros(len(batch), np.int64), last_tokens=last_tokens, routes=routes
-    )
+    return sort_rollouts(ids, offsets, last_tokens=last_tokens, routes=routes)

@@ -95,18 +95,15 @@ class SortedRollouts:
 def sort_rollouts(
     token_ids: NDArray[np.integer],
     offsets: NDArray[np.integer],
-    classes: NDArray[np.integer],
     *,
     last_tokens: bool = False,
     routes: NDArray[np.integer] | None = None,
 ) -> SortedRollouts:
-    """Sort the rollouts of a batch by class, then by tokens, and count the edges that neighbours
-    share.
+    """Sort the rollouts of a batch by tokens, and count the edges that neighbours share.
 
     Args:
         token_ids: [T] token ids of all rollouts, concatenated, none negative.
         offsets: [N + 1] position of the first token of each rollout, then T.
-        classes: [N] class of each rollout; only rollouts of one class may share.
         last_tokens: whether each rollout has one more edge, which reads its last token and has the
             end of the rollout as its label. Only rollouts with equal tokens share this edge.
         routes: [T] a number below 2^32 for other inputs of a token, such as its experts or its
@@ -122,10 +119,8 @@ def sort_rollouts(
     if routes is not None:
         # A token comes before its route. Rollouts diverge at the first difference of either.
         assert width == 4, "token ids with routes are below 2^32"
-        token_ids, width = (
-            (np.asarray(token_ids, np.uint64) << 32) | np.asarray(routes, np.uint64),
-            8,
-        )
+        token_ids = (np.asarray(token_ids, np.uint64) << 32) | np.asarray(routes, np.uint64)
+        width = 8
     flat = np.ascontiguousarray(token_ids, dtype=f">u{width}")
     raw = flat.tobytes()
     starts = (offsets * width).tolist()
@@ -150,8 +145,7 @@ def sort_rollouts(
         )
         shared[entry] = tokens if ends or labels else max(tokens - 1, 0)
     rollouts = np.asarray(order, np.int64)
-    found = SortedRollouts(rollouts, lengths[rollouts] - left_out, shared)
-    return found.grouped(np.asarray(classes, np.int64)) if np.any(classes) else found
+    return SortedRollouts(rollouts, lengths[rollouts] - left_out, shared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +177,6 @@ class Forest:
         return int(self.length.sum())
 
     @property
-    def roots(self) -> int:
-        return int((self.parent < 0).sum())
-
-    @property
     def multiplicity(self) -> IntArray:
         """[S] number of rollouts of each segment."""
         return self.owner_end - self.owner_begin
@@ -205,10 +195,6 @@ class Forest:
             if parent >= 0:
                 depth[segment] = depth[parent] + 1
         return depth
-
-    def owners(self, segment: int) -> IntArray:
-        """Rollouts of a segment, as positions in the batch."""
-        return self.order[self.owner_begin[segment] : self.owner_end[segment]]
 
     def path(self, segment: int) -> list[int]:
         """Segments from the root to this one, inclusive; [] for -1."""

@@ -91,16 +91,13 @@ class CacheSlots(dict[int, int]):
 class VisibleKeys:
     """Runs of keys of ancestors that each segment of a microbatch reads."""
 
-    def __init__(self, forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> None:
-        """`cache_of`: the first cache slot of every segment that other microbatches read."""
+    def __init__(self, forest: Forest, microbatch: Microbatch, cache_of: CacheSlots) -> None:
         self.forest: Forest = forest
         self.begin_of: dict[int, int] = dict(
             zip(microbatch.segments, microbatch.segment_begin, strict=True)
         )
         self.cache_of = cache_of
         self._own: dict[int, Runs] = {}
-        shared = cache_of if isinstance(cache_of, CacheSlots) else CacheSlots(cache_of)
-        self._outside: dict[int, Runs] = shared.runs
 
     def above(self, segment: int) -> Runs:
         """Keys of the ancestors of a segment as (source, begin, end), root first.
@@ -121,14 +118,14 @@ class VisibleKeys:
                 runs = (*runs[:-1], (source, runs[-1][1], end))
             else:
                 runs = (*runs, (source, begin, end))
-            (self._own if own else self._outside)[ancestor] = runs
+            (self._own if own else self.cache_of.runs)[ancestor] = runs
         return runs
 
     def _known(self, segment: int) -> Runs | None:
-        return (self._own if segment in self.begin_of else self._outside).get(segment)
+        return (self._own if segment in self.begin_of else self.cache_of.runs).get(segment)
 
 
-def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> Table:
+def full_table(forest: Forest, microbatch: Microbatch, cache_of: CacheSlots) -> Table:
     """Launches of a layer in which every token attends to its whole path.
 
     The first launch is causal, over runs of the microbatch's tokens that are consecutive on a path.
@@ -184,7 +181,7 @@ def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, i
 def windowed_table(
     forest: Forest,
     microbatch: Microbatch,
-    cache_of: dict[int, int],
+    cache_of: CacheSlots,
     window: int,
     *,
     chunked: bool = False,
