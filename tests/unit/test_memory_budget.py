@@ -204,6 +204,22 @@ def test_the_named_budget_is_enough_although_it_changes_the_lengths_that_are_tri
     assert make_plan(batch, SHAPE, replace(config, memory_budget=int(found[1]))).fits
 
 
+def test_naming_a_budget_packs_no_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal takes about twice as long as the search, which has packed the shortest ones."""
+    lengths: dict[int | None, list[int]] = {}
+    packing = Builder._packing
+
+    def counted(builder: Builder, sharing: str, boundary: str, tokens: int) -> Any:
+        lengths.setdefault(builder.budget_bytes, []).append(tokens)
+        return packing(builder, sharing, boundary, tokens)
+
+    monkeypatch.setattr(Builder, "_packing", counted)
+    with pytest.raises(PlanError, match="to at least"):
+        make_plan(BATCH, SHAPE, Config(memory_budget=1000, sharing="group", boundary="mixed"))
+    search, check = lengths.values()
+    assert set(check) == {min(search)}
+
+
 def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
     plan = planned(0.01)
     assert not plan.fits and "no plan fits the budget" in plan.reason

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain, product
 
 import numpy as np
 
@@ -108,8 +109,8 @@ class _Packing:
     plan: Plan
     """Without checkpoints or a price."""
     meter: Meter
-    ways: dict[tuple[str, bool], list[Plan]] = field(default_factory=dict)
-    """Plans with prices, by the `policy` and `moves` of `Builder._priced_ways`."""
+    ways: dict[tuple[str, bool, int | None], list[Plan]] = field(default_factory=dict)
+    """Plans with prices, by the `policy` and `moves` of `Builder._priced_ways`, and the budget."""
 
 
 @dataclass(eq=False)
@@ -186,6 +187,10 @@ class Builder:
         assert self.runs is not None
         runs = labels_run(self.batch.offsets, self.runs)
         return dense_work(self.runs, int((self.batch.loss_mask & runs).sum()), self._windows)
+
+    @cached_property
+    def _policies(self) -> tuple[str, ...]:
+        return policies_to_try(self.config, self.shape, self.capabilities)
 
     @property
     def _windows(self) -> tuple[int, ...]:
@@ -287,31 +292,17 @@ class Builder:
         return found
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
-        config = self.config
-        given = config.max_microbatch_tokens
-        least = least_microbatch_tokens(self.longest, boundary)
-        most = max(least, self._most_tokens())
-        tokens = given or min(most, max(DEFAULT_MICROBATCH_TOKENS, self.longest))
-        policies = policies_to_try(config, self.shape, self.capabilities)
         if self.budget_bytes is None:
-            plan = self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
+            tokens = self._first_tokens(sharing, boundary)
+            plan = self._priced_ways(sharing, boundary, tokens, self._policies[0], moves=False)[0]
             return self._dealt_if_faster(plan)
-        # Long microbatches first: fewer microbatches take less host time and fewer additions to all
-        # gradients.
-        if not given:
-            every = int(self._order(sharing).new_edges.sum())
-            tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every, most))
-        filling = max(least, min(tokens, FILLING_TOKENS))
         found: list[Plan] = []
         tried: list[Plan] = []
         for moves in (False, True):
             if moves and not self._may_move(tried, found):
                 break
-            for policy in policies:
-                # Microbatches too short to fill the device are tried only with the policy that
-                # keeps least.
-                shortest = least if policy == policies[-1] else filling
-                ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
+            for policy in self._policies:
+                ways = list(self._ways(sharing, boundary, policy, moves=moves))
                 tried += ways
                 fitting = [self._dealt_if_faster(way) for way in ways if way.fits]
                 if not fitting:
@@ -344,16 +335,47 @@ class Builder:
             self._remedy(plan),
         )
 
-    def enough_bytes(self, sharing: str, boundary: str, error: BudgetError) -> int:
+    def enough_bytes(self, sharing: str, boundary: str, needed: int) -> int:
         """A budget that suffices instead of the one that was refused. It can exceed the peak that
-        was predicted, because a budget determines the lengths that are tried."""
-        within = copy(self)
-        within.budget_bytes, within._packings = error.needed_bytes, {}
-        try:
-            within._fitting(sharing, boundary)
-        except BudgetError as further:
-            return self.enough_bytes(sharing, boundary, further)
-        return error.needed_bytes
+        was predicted, because a budget determines the lengths that are tried.
+
+        `needed`: the least predicted peak.
+        """
+        within, peaks = copy(self), list[int]()
+        within.budget_bytes = needed
+        can_move = self.config.prefix_cache == AUTO and self.prompts is None
+        # Plans with the least memory first, because one that fits is enough. A search that finds no
+        # longer microbatches that fit tries the shortest ones.
+        for moves, policy in product((True, False) if can_move else (False,), self._policies[::-1]):
+            shortest = within._shortest(sharing, boundary, policy)
+            _, ways, _ = within._priced_ways(sharing, boundary, shortest, policy, moves=moves)
+            for way in chain(ways, within._ways(sharing, boundary, policy, moves=moves)):
+                if way.fits:
+                    return needed
+                peaks.append(peak_of(way))
+        return self.enough_bytes(sharing, boundary, min(peaks))
+
+    def _first_tokens(self, sharing: str, boundary: str) -> int:
+        """Length of microbatches that is tried first."""
+        given = self.config.max_microbatch_tokens
+        if given:
+            return given
+        most = max(least_microbatch_tokens(self.longest, boundary), self._most_tokens())
+        tokens = min(most, max(DEFAULT_MICROBATCH_TOKENS, self.longest))
+        if self.budget_bytes is None:
+            return tokens
+        # Long microbatches first: fewer microbatches take less host time and fewer additions to all
+        # gradients.
+        every = int(self._order(sharing).new_edges.sum())
+        return max(tokens, min(LARGEST_MICROBATCH_TOKENS, every, most))
+
+    def _shortest(self, sharing: str, boundary: str, policy: str) -> int:
+        """Length of microbatches that is tried last. Microbatches too short to fill the device are
+        tried only with the policy that keeps least."""
+        least = least_microbatch_tokens(self.longest, boundary)
+        if policy == self._policies[-1]:
+            return least
+        return max(least, min(self._first_tokens(sharing, boundary), FILLING_TOKENS))
 
     def _most_tokens(self) -> int:
         """Most tokens of a microbatch that fast kernels of recurrent layers run on a GPU.
@@ -386,22 +408,14 @@ class Builder:
         # Context-parallel ranks can run leaves by responses only with caches on the device.
         if self.shape is not None and self.shape.context > 1:
             return False
-        first = policies_to_try(self.config, self.shape, self.capabilities)[0]
         return not any(
-            _keeps_all(plan) and _fills(plan) and plan.microbatches[0].checkpointing == first
+            _keeps_all(plan)
+            and _fills(plan)
+            and plan.microbatches[0].checkpointing == self._policies[0]
             for plan in found
         )
 
-    def _ways(
-        self,
-        sharing: str,
-        boundary: str,
-        policy: str,
-        tokens: int,
-        least: int,
-        *,
-        moves: bool,
-    ) -> Iterator[Plan]:
+    def _ways(self, sharing: str, boundary: str, policy: str, *, moves: bool) -> Iterator[Plan]:
         """Plans with microbatches of decreasing length, including plans that exceed the budget.
 
         `moves`: whether prefix caches may be moved to host memory.
@@ -410,6 +424,8 @@ class Builder:
         when shorter microbatches no longer help, or at `max_microbatch_tokens` if that fits.
         """
         assert self.budget_bytes is not None
+        tokens = self._first_tokens(sharing, boundary)
+        least = self._shortest(sharing, boundary, policy)
         found = False
         shorter = 0
         asked = self.config.max_microbatch_tokens
@@ -453,7 +469,7 @@ class Builder:
         `moves`: whether prefix caches may be moved to host memory.
         """
         packing = self._packing(sharing, boundary, tokens)
-        meter, asked = packing.meter, (policy, moves)
+        meter, asked = packing.meter, (policy, moves, self.budget_bytes)
         if asked not in packing.ways:
             first = checkpointed(packing.plan, policy)
             if self.shape is not None and (moves or self.config.prefix_cache == "host"):
@@ -604,6 +620,7 @@ class Builder:
             cost_unit=meter.unit,
             predicted_ms=cost if self.calibration else None,
             predicted_peak_bytes=peak,
+            memory_budget_bytes=self.budget_bytes,
             rests_on=self.calibration.describe() if self.calibration else "",
         )
 
@@ -650,7 +667,6 @@ class Builder:
             split="" if self.prompts is None else "exchange",
             fingerprint=fingerprint(self.batch),
             capabilities=self.capabilities,
-            memory_budget_bytes=self.budget_bytes,
             host_memory_bytes=most_host_bytes(config),
             shape=self.shape,
         )

@@ -135,7 +135,7 @@ def make_plan(
         c, error = candidates[best], errors[best]
         message = f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}"
         if isinstance(error, BudgetError):
-            enough = builder.enough_bytes(c.sharing, c.boundary, error)
+            enough = builder.enough_bytes(c.sharing, c.boundary, error.needed_bytes)
             message += f"; raise it to at least {enough}, or {error.remedy}."
         raise PlanError(message)
     fitting = [plan for plan in plans if plan.fits]

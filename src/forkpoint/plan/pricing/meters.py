@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -181,6 +182,7 @@ class CountedMeter(ShapeMeter):
         rate = GPU_FLOPS_PER_MS[self.shape.dtype_bytes] if self._ahead else CPU_FLOPS_PER_MS
         self._host: float = HOST_BLOCK_MS * self.shape.layers * rate
         self._parts_of: dict[int, tuple[float, float, float]] = {}
+        self._token_bytes: Callable[[str], int] = cache(self.shape.activation_bytes)
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
         return self._issued(microbatch, backward) if self._ahead else 0.0
@@ -228,7 +230,7 @@ class CountedMeter(ShapeMeter):
         return (LINEAR_BACKWARD + (not microbatch.keeps_logits)) * head if backward else head
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
-        kept = microbatch.tokens * self.shape.activation_bytes(microbatch.checkpointing)
+        kept = microbatch.tokens * self._token_bytes(microbatch.checkpointing)
         return kept + logits_bytes(microbatch, self.shape)
 
     def working_bytes(self, microbatch: Microbatch) -> int:
