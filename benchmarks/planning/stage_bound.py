@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from forkpoint.plan.pipeline import Floats, StageWork, longest_tails
+from forkpoint.plan.pipeline import Floats, StageWork
 from forkpoint.plan.program import IDLE
 
 
@@ -19,7 +19,7 @@ def lower_bound(work: StageWork) -> float:
     """
     if not work.slots:
         return 0.0
-    heads, tails = _heads(work), longest_tails(work)
+    heads, tails = _heads(work), work.tails
     costs = (work.forward, work.backward)
     return max(
         _one_machine(

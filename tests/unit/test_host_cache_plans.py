@@ -3,18 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forkpoint import Config
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, builder, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes, outer_ancestors
+from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.tree import REPEATED_BYTES
+from forkpoint.tree import REPEATED_BYTES, Microbatch
+from forkpoint.tree.forest import Forest
 from forkpoint.units import GIB
 from made_calibrations import SHAPE as SMALL
 from made_calibrations import group, made_up
@@ -189,7 +191,12 @@ def test_copies_are_of_what_is_read_and_captured() -> None:
 def test_ancestors_outside_of_a_microbatch() -> None:
     #  0 - 1 - 3 - 4
     #   \- 2    \- 5
-    parents = [-1, 0, 0, 1, 3, 3]
-    assert outer_ancestors(parents, [4, 5]) == {0, 1, 3}
-    assert outer_ancestors(parents, [3, 4, 2]) == {0, 1}
-    assert outer_ancestors(parents, [0]) == set()
+    parent, six = np.array([-1, 0, 0, 1, 3, 3]), np.ones(6, np.int64)
+    plan = Plan("tree", "mixed", 6, Forest(six, parent, six, six, six, six, six), ())
+
+    def ancestors(*segments: int) -> set[int]:
+        return plan.ancestors_of(Microbatch(0, -1, segments, (), (), 0))
+
+    assert ancestors(4, 5) == {0, 1, 3}
+    assert ancestors(3, 4, 2) == {0, 1}
+    assert ancestors(0) == set()

@@ -36,22 +36,11 @@ def allocate_cache(
     Returns:
         `cache_of`, `cache_tokens`, `state_of` and `cache_states` of the plan.
     """
-    read, forks = captured_segments(forest, microbatches)
-    lengths = {segment: int(forest.length[segment]) for segment in read}
-    tokens = _first_fit(lengths, program, microbatches)
-    states = _first_fit(dict.fromkeys(forks, 1), program, microbatches)
-    return *tokens, *states
-
-
-def captured_segments(
-    forest: Forest, microbatches: Sequence[Microbatch]
-) -> tuple[set[int], set[int]]:
-    """Segments that other microbatches attend to, and those among them with a child in another
-    microbatch."""
     microbatch_of = {
         s: microbatch.index for microbatch in microbatches for s in microbatch.segments
     }
     parents = forest.parent.tolist()
+    # Segments with a child in another microbatch.
     forks = {
         parent
         for segment, parent in enumerate(parents)
@@ -65,7 +54,10 @@ def captured_segments(
         while parent >= 0 and parent not in read:
             read.add(parent)
             parent = parents[parent]
-    return read, forks
+    lengths = {segment: int(forest.length[segment]) for segment in read}
+    tokens = _first_fit(lengths, program, microbatches)
+    states = _first_fit(dict.fromkeys(forks, 1), program, microbatches)
+    return *tokens, *states
 
 
 def _first_fit(

@@ -1,7 +1,5 @@
 """Sizes of prefix caches in host memory."""
 
-from collections.abc import Iterable, Sequence
-
 from forkpoint.plan.pricing.cost import ModelShape
 
 LAYERS_HERE = 2
@@ -21,16 +19,3 @@ def most_host_layers(cache_tokens: int, shape: ModelShape, host_memory: int | No
     if host_memory is None or not layer:
         return shape.attention_layers
     return min(shape.attention_layers, host_memory // layer)
-
-
-def outer_ancestors(parents: Sequence[int], segments: Iterable[int]) -> set[int]:
-    """Ancestors of these segments that are not among them. `parents`: the parent of each segment,
-    -1 for roots."""
-    inside, found = set(segments), set[int]()
-    for segment in inside:
-        above = parents[segment]
-        while above >= 0 and above not in found:
-            if above not in inside:
-                found.add(above)
-            above = parents[above]
-    return found

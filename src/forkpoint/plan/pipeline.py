@@ -118,7 +118,22 @@ class StageWork:
     @cached_property
     def tails(self) -> tuple[Floats, Floats]:
         """[S, N] of forwards and of backwards: the longest time from the end of each to the end."""
-        return longest_tails(self)
+        forward, backward = np.zeros_like(self.forward), np.zeros_like(self.backward)
+        children, stages = self.children, self.stages
+        for s in range(stages):
+            for slot, parent in enumerate(self.parents):
+                after = self.backward[s - 1, slot] + backward[s - 1, slot] if s else 0.0
+                above = self.backward[s, parent] + backward[s, parent] if parent != IDLE else 0.0
+                backward[s, slot] = max(after, above)
+        for s in reversed(range(stages)):
+            for slot in reversed(range(self.slots)):
+                if s == stages - 1:
+                    after = self.backward[s, slot] + backward[s, slot]
+                else:
+                    after = self.forward[s + 1, slot] + forward[s + 1, slot]
+                below = (self.forward[s, c] + forward[s, c] for c in children[slot])
+                forward[s, slot] = max(chain((after,), below))
+        return forward, backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,23 +356,3 @@ def _longest_first(work: StageWork, ways: Floats) -> list[int]:
         found.append(slot)
         todo += sorted(children[slot], key=lambda slot: (ways[slot], -slot))
     return found
-
-
-def longest_tails(work: StageWork) -> tuple[Floats, Floats]:
-    """[S, N] of forwards and of backwards: the longest time from the end of each to the end."""
-    forward, backward = np.zeros_like(work.forward), np.zeros_like(work.backward)
-    children, stages = work.children, work.stages
-    for s in range(stages):
-        for slot, parent in enumerate(work.parents):
-            after = work.backward[s - 1, slot] + backward[s - 1, slot] if s else 0.0
-            above = work.backward[s, parent] + backward[s, parent] if parent != IDLE else 0.0
-            backward[s, slot] = max(after, above)
-    for s in reversed(range(stages)):
-        for slot in reversed(range(work.slots)):
-            if s == stages - 1:
-                after = work.backward[s, slot] + backward[s, slot]
-            else:
-                after = work.forward[s + 1, slot] + forward[s + 1, slot]
-            below = (work.forward[s, c] + forward[s, c] for c in children[slot])
-            forward[s, slot] = max(chain((after,), below))
-    return forward, backward

@@ -17,7 +17,7 @@ from rich.tree import Tree
 from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.host_cache import layer_cache_bytes, outer_ancestors
+from forkpoint.plan.host_cache import layer_cache_bytes
 from forkpoint.plan.media import CommonEncoders, PlannedMedium, with_encoders
 from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
@@ -240,7 +240,14 @@ class Plan:
 
     def ancestors_of(self, microbatch: Microbatch) -> set[int]:
         """Ancestors of the segments of a microbatch in other microbatches."""
-        return outer_ancestors(self._parents, microbatch.segments)
+        inside, found = set(microbatch.segments), set[int]()
+        for segment in inside:
+            above = self._parents[segment]
+            while above >= 0 and above not in found:
+                if above not in inside:
+                    found.add(above)
+                above = self._parents[above]
+        return found
 
     def read_tokens(self, microbatch: Microbatch) -> int:
         """Number of tokens in other microbatches whose prefix cache a microbatch reads."""

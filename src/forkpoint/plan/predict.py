@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
+from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
 from forkpoint.plan.pricing.meters import Meter, TokenMeter
 from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, HEAD
 from forkpoint.tree import Microbatch
@@ -174,12 +174,15 @@ def cache_bytes(plan: Plan) -> int:
     gather."""
     shape = plan.shape
     assert shape is not None
-    layers, states = shape.attention_layers, plan.cache_states * shape.state_bytes
-    here = layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
     each = layer_cache_bytes(plan.cache_tokens, shape)
     if any(microbatch.gathered for microbatch in plan.microbatches):
         each *= 1 + shape.context
-    return here * each + states
+    return layers_here(plan, shape) * each + plan.cache_states * shape.state_bytes
+
+
+def layers_here(plan: Plan, shape: ModelShape) -> int:
+    """Number of attention layers with their prefix cache on the device at a time."""
+    return shape.attention_layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
 
 
 def move_cache(plan: Plan, meter: Meter, budget: int, most: int) -> Plan:

@@ -18,7 +18,6 @@ SCORE, FORWARD, RECOMPUTE, BACKWARD = "score", "forward", "recompute", "backward
 SHARE, RETURN = "share", "return"
 ENCODE, ENCODE_BACKWARD, RELEASE = "encode", "encode backward", "release"
 OF_MEDIA = (ENCODE, ENCODE_BACKWARD, RELEASE)
-OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD, SHARE, RETURN, *OF_MEDIA)
 BOUNDARY, BLOCKS, HEAD = "boundary", "blocks", "head"
 ENDS = (BOUNDARY, BLOCKS, HEAD)
 """Ends of a forward, the earliest first."""

@@ -14,11 +14,10 @@ import numpy as np
 
 from forkpoint.errors import PlanError, UnsupportedError
 from forkpoint.plan.align import nodes_of
-from forkpoint.plan.cache import captured_segments
-from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
+from forkpoint.plan.host_cache import layer_cache_bytes
 from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, order_stages
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.predict import encoder_bytes, encoder_flops
+from forkpoint.plan.predict import encoder_bytes, encoder_flops, layers_here
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import NOISE, Meter, logits_bytes
 from forkpoint.plan.program import (
@@ -187,15 +186,22 @@ def stage_prices(plan: Plan, meter: Meter) -> StagePrices:
     """Costs and bytes of a plan's microbatches in the blocks, in the head and in encoders."""
     blocks, head = np.zeros((2, 4, len(plan.microbatches)))
     working = np.zeros(len(plan.microbatches))
-    captured = _captured_bytes(plan)
+    shape = plan.shape
+    # A stage has a part of the layers, but the same number of them on the device at a time.
+    each = layers_here(plan, shape) * layer_cache_bytes(1, shape) if shape else 0
     for m, microbatch in enumerate(plan.microbatches):
-        logits = logits_bytes(microbatch, plan.shape) if plan.shape else 0
+        logits = captured = 0
+        if shape is not None:
+            logits = logits_bytes(microbatch, shape)
+            copies = 1 + shape.context * microbatch.gathered
+            states = sum(segment in plan.state_of for segment in microbatch.segments)
+            captured = plan.captured_tokens(microbatch) * each * copies + states * shape.state_bytes
         kept, keeps = meter.kept_bytes(microbatch) - logits, microbatch.activations == "keep"
         of_head = meter.head(microbatch, backward=True)
         blocks[:, m] = (
             meter.forward(microbatch, boundary_only=True),
             meter.backward(microbatch) - of_head,
-            captured[m] + kept * keeps,
+            captured + kept * keeps,
             kept * (not keeps),
         )
         forward = meter.head(microbatch, backward=False)
@@ -266,25 +272,6 @@ def score_costs(
     return found
 
 
-def _captured_bytes(plan: Plan) -> list[int]:
-    """For each microbatch, bytes of the prefix cache that it captures, with gradients."""
-    shape = plan.shape
-    if shape is None:
-        return [0] * len(plan.microbatches)
-    read, forks = captured_segments(plan.forest, plan.microbatches)
-    # A stage has a part of the layers, but the same number of them on the device at a time.
-    here = shape.attention_layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
-    each = here * layer_cache_bytes(1, shape)
-    length = plan.forest.length
-    return [
-        sum(int(length[s]) for s in m.segments if s in read)
-        * each
-        * (1 + shape.context * m.gathered)
-        + sum(s in forks for s in m.segments) * shape.state_bytes
-        for m in plan.microbatches
-    ]
-
-
 def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> StageSchedule:
     """The fastest order of all stages within a budget of bytes on each.
 
@@ -314,11 +301,12 @@ def stage_plan(
     units = plan.program.units
     unit_of = {(u[-1].slot, u[-1].operation == BACKWARD): at for at, u in enumerate(units)}
     found = plan.reordered([unit_of[entry] for entry in schedule.orders[stage.index]])
-    peak = None if plan.shape is None else round(schedule.peak_bytes[stage.index])
     found = replace(
         found,
         pipeline=schedule,
-        predicted_peak_bytes=None if plan.shape is None else peak,
+        predicted_peak_bytes=(
+            None if plan.shape is None else round(schedule.peak_bytes[stage.index])
+        ),
         memory_budget_bytes=budget_bytes,
     )
     if stage.is_last:
