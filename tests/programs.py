@@ -1,9 +1,24 @@
 """The rules that every program keeps to, whoever ordered it."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from forkpoint import Plan
-from forkpoint.plan.program import BACKWARD, BOUNDARY, FORWARD, HEAD, RECOMPUTE, SCORE, check_order
+from forkpoint.plan.program import (
+    BACKWARD,
+    BOUNDARY,
+    FORWARD,
+    HEAD,
+    RECOMPUTE,
+    SCORE,
+    Program,
+    check_order,
+)
+
+
+def equal_costs(programs: Iterable[Program]) -> list[list[float]]:
+    """For `align`: one for each microbatch."""
+    return [[1.0] * len(program.instructions) for program in programs]
 
 
 def check_program(plan: Plan) -> None:

@@ -25,6 +25,7 @@ from forkpoint.plan.program import (
     Instruction,
     Program,
 )
+from programs import equal_costs
 
 Shape = tuple[int, ...]
 """Parents of microbatches in order of their forwards, -1 for none."""
@@ -87,8 +88,8 @@ def program_of(
 
 
 @st.composite
-def ranks(draw: st.DrawFn) -> tuple[list[Program], list[list[float]] | None]:
-    """Programs of 1 to 6 ranks, and costs or none."""
+def ranks(draw: st.DrawFn) -> tuple[list[Program], list[list[float]]]:
+    """Programs of 1 to 6 ranks, and their costs."""
     found = draw(st.lists(shapes(), min_size=1, max_size=6))
     rng = random.Random(draw(st.integers(0, 2**32)))
     early = draw(st.sampled_from((BOUNDARY, BLOCKS)))
@@ -104,7 +105,7 @@ def ranks(draw: st.DrawFn) -> tuple[list[Program], list[list[float]] | None]:
         for shape in found
     ]
     costs = [[rng.choice((0.0, 1.0, rng.random())) for _ in shape] for shape in found]
-    return programs, costs if draw(st.booleans()) else None
+    return programs, costs if draw(st.booleans()) else equal_costs(programs)
 
 
 def check(aligned: Sequence[Program], programs: Sequence[Program]) -> None:
@@ -169,10 +170,10 @@ def test_ranks_run_the_same_operations_around_their_programs(drawn, rng: random.
     rng.shuffle(order)
     shuffled = align(
         [programs[rank] for rank in order],
-        None if costs is None else [costs[rank] for rank in order],
+        [costs[rank] for rank in order],
     )
     assert shuffled == tuple(aligned[rank] for rank in order)
-    assert align(aligned) == aligned
+    assert align(aligned, equal_costs(aligned)) == aligned
 
 
 def unit(found: Sequence[Shape]) -> list[list[float]]:
@@ -242,7 +243,7 @@ def test_slots_over_microbatches(ranks: int, sets: int, bar: float) -> None:
     assert np.mean(ratios) <= bar
 
 
-def slots_of(programs: Sequence[Program], costs: Sequence[Sequence[float]] | None) -> list[int]:
+def slots_of(programs: Sequence[Program], costs: Sequence[Sequence[float]]) -> list[int]:
     """The slots of the last rank's microbatches."""
     own = align(programs, costs)[-1]
     return [i.slot for i in own.training if i.operation == FORWARD and not i.idle]
@@ -254,7 +255,8 @@ def test_similar_costs_share_slots_and_so_do_recomputed_microbatches() -> None:
         costs = [[9.0 if n == where else 1.0 for n in range(3)], [8.0]]
         assert slots_of([three, one], costs) == [where]
         again = program_of((-1, -1, -1), [n == where for n in range(3)])
-        assert slots_of([again, program_of((-1,), [True])], None) == [where]
+        programs = [again, program_of((-1,), [True])]
+        assert slots_of(programs, equal_costs(programs)) == [where]
 
 
 LARGE: dict[str, list[Shape]] = {
@@ -287,4 +289,4 @@ def test_large_shapes_are_aligned_in_time(kind: str) -> None:
 def test_programs_that_are_not_nested(steps: list[tuple[str, int]], message: str) -> None:
     program = Program(tuple(Instruction(operation, slot, slot) for operation, slot in steps))
     with pytest.raises(PlanError, match=message):
-        align([program])
+        align([program], equal_costs([program]))

@@ -24,6 +24,7 @@ from forkpoint.plan.shared_prompts import prompts_of
 from forkpoint.plan.stage_sizes import choose_size, offers_of
 from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.media import MediumOutline
+from programs import equal_costs
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
 TYPES = [0, 0, 1, 1, 1, 0, 0, 0]
@@ -76,7 +77,8 @@ def test_ranks_in_lockstep_run_encoders_equally_often() -> None:
         RolloutBatch([rollout(None, 5), rollout(None, 6)]),
     ]
     plans = [make_plan(batch, SHAPE, config) for batch in batches]
-    programs = align([plan.program for plan in plans])
+    programs = [plan.program for plan in plans]
+    programs = align(programs, equal_costs(programs))
     media = [plan.media for plan in plans]
     common = CommonEncoders.of(programs, media, trains=True, idle=outline.medium())
     ran = [

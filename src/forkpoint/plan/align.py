@@ -60,9 +60,7 @@ class Node(NamedTuple):
     """End of the forward that its backward belongs to, as a position in ENDS."""
 
 
-def align(
-    programs: Sequence[Program], costs: Sequence[Sequence[float]] | None = None
-) -> tuple[Program, ...]:
+def align(programs: Sequence[Program], costs: Sequence[Sequence[float]]) -> tuple[Program, ...]:
     """Align the programs of all ranks, with idle instructions for ranks that have nothing to run.
 
     If ranks exchange prompts, the forwards of all prompts are aligned first. Then all ranks
@@ -78,7 +76,7 @@ def align(
         programs: by rank, the `Plan.program` of each. Forwards may begin in any properly nested
             order.
         costs: by rank, for each microbatch of its plan, in any unit. Microbatches of similar costs
-            then share slots. None means equal costs.
+            then share slots.
 
     Raises:
         PlanError: there is no rank, or a program is not properly nested.
@@ -100,9 +98,7 @@ def align(
     return tuple(found)
 
 
-def _align(
-    programs: Sequence[Program], costs: Sequence[Sequence[float]] | None
-) -> tuple[Program, ...]:
+def _align(programs: Sequence[Program], costs: Sequence[Sequence[float]]) -> tuple[Program, ...]:
     nodes = [nodes_of(program) for program in programs]
     shapes = [tuple(node.parent for node in own) for own in nodes]
     parents, slots_of = common_forest(shapes, _costs(nodes, costs))
@@ -166,17 +162,12 @@ def nodes_of(program: Program) -> list[Node]:
     return found
 
 
-def _costs(
-    nodes: Sequence[list[Node]], costs: Sequence[Sequence[float]] | None
-) -> list[list[float]]:
+def _costs(nodes: Sequence[list[Node]], costs: Sequence[Sequence[float]]) -> list[list[float]]:
     """By rank, the cost of each node relative to the cost of the costliest microbatch."""
-
-    def cost_of(rank: int, node: Node) -> float:
-        if node.microbatch == IDLE:
-            return 0.0
-        return 1.0 if costs is None else costs[rank][node.microbatch]
-
-    own = [[cost_of(rank, node) for node in of_rank] for rank, of_rank in enumerate(nodes)]
+    own = [
+        [0.0 if node.microbatch == IDLE else of_rank[node.microbatch] for node in nodes_of_rank]
+        for nodes_of_rank, of_rank in zip(nodes, costs, strict=True)
+    ]
     largest = max(chain.from_iterable(own), default=0.0) or 1.0
     return [
         [cost / largest * (AGAIN if node.recomputed else 1.0) for cost, node in pairs]
