@@ -9,7 +9,7 @@ from typing import Literal, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -365,27 +365,23 @@ class Plan:
             training: whether it is the pass of backwards.
             common: encoder runs that all ranks have in lockstep; None without lockstep.
         """
+        encoder, trains = self.capabilities.encoder, self.capabilities.trains_encoder
+        again, counts = self.encodes_again, ()
         if common is not None:
             # An idle rank has no activations to keep, so no rank keeps any.
-            return with_encoders(
-                instructions,
-                self.media,
-                training=training,
-                trains=common.trains,
-                again=True,
-                counts=common.training if training else common.scores,
-            )
-        if not self.media:
+            trains, again = common.trains, True
+            counts = common.training if training else common.scores
+        elif not self.media:
             return tuple(instructions)
-        encoder, again = self.capabilities.encoder, self.encodes_again
         return with_encoders(
             instructions,
             self.media,
             training=training,
-            trains=self.capabilities.trains_encoder,
+            trains=trains,
             again=again,
             # If activations do not fit, only those of one medium are held at a time.
             together=encoder is not None and encoder.together and not again,
+            counts=counts,
         )
 
     @property
@@ -581,7 +577,13 @@ class Plan:
 
         `width` is the width in characters.
         """
-        return _explained(self, width)
+        output = io.StringIO()
+        console = Console(file=output, width=width, color_system=None, highlight=False)
+        for part in (_title, _summary, _candidates, _microbatches, _tree):
+            console.print(part(self))
+        if self.longest_prompt is not None:
+            console.print(f"within the budget, {self.longest_prompt}")
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
 def _kind(microbatch: Microbatch) -> str:
@@ -611,9 +613,8 @@ def fingerprint(batch: RolloutBatch) -> str:
 # ------------------------------------------------------------
 
 
-def _explained(plan: Plan, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    # Not a title of the table, which would be wrapped at the width of the table.
+def _title(plan: Plan) -> Text:
+    """Text above the tables. As a title of a table it would be wrapped at the table's width."""
     title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
     if plan.split:
         how = "on each rank that has them" if plan.split == "replicate" else "on one rank, and sent"
@@ -625,12 +626,7 @@ def _explained(plan: Plan, width: int) -> str:
         title.append(f"\nforks fewer than {plan.least_segment} tokens below another are left out")
     if plan.dealing:
         title.append(f"\n{plan.dealing}")
-    console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))
-    if plan.longest_prompt is not None:
-        console.print(f"within the budget, {plan.longest_prompt}")
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+    return title
 
 
 def flops_text(flops: float) -> str:
