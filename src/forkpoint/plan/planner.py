@@ -2,7 +2,7 @@
 cheapest."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -48,6 +48,8 @@ NEEDS_FAST_HOST = f"costs as much as dense if the host is slower by a factor of 
 # models on an H200, steps of 2 to 5 s are predicted to be 2.4% faster in the mean of 29, longer
 # ones 1.7% in the mean of 12, and those of 0.5 to 2 s 1.3% in the mean of 100.
 LONG_STEP_MS = 3000.0
+Combination = tuple[str, str]
+"""Sharing and boundary."""
 
 
 def make_plan(
@@ -122,33 +124,27 @@ def make_plan(
     if prompts:
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     combinations = list(product(sharings, boundaries))
-    plans, candidates, errors = _built(builder, combinations)
+    plans, errors = _built(builder, combinations)
     # If none fits, other lengths may.
     fastest = min((p.predicted_ms or 0 for p in plans if p.fits), default=math.inf)
     if builder.tries_few and fastest > LONG_STEP_MS:
         builder = builder.with_every_length()
-        plans, candidates, errors = _built(builder, combinations)
+        plans, errors = _built(builder, combinations)
     if not plans:
-        # Errors about limits other than the budget do not say how much memory is needed.
-        needed = [e.needed_bytes if isinstance(e, BudgetError) else math.inf for e in errors]
-        best = needed.index(min(needed))
-        c, error = candidates[best], errors[best]
-        message = f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}"
-        if isinstance(error, BudgetError):
-            enough = builder.enough_bytes(c.sharing, c.boundary, error.needed_bytes)
-            message += f"; raise it to at least {enough}, or {error.remedy}."
-        raise PlanError(message)
+        raise _refusal(errors, builder)
     fitting = [plan for plan in plans if plan.fits]
-    need_fast_host: set[tuple[str, str]] = set()
+    need_fast_host: set[Combination] = set()
     if fitting:
         plan, fitting, need_fast_host = _chosen_for_any_host(fitting, calibration, builder)
-        costs = {_combination(each): each.cost for each in fitting}
-        candidates = [replace(c, cost=costs.get(_combination(c), c.cost)) for c in candidates]
     else:
         plan = least_memory(plans)
     dense = min((p.cost for p in fitting if p.sharing == "none"), default=None)
+    compared = {_combination(each): each for each in (*plans, *fitting)}
     candidates = [
-        replace(c, refused=c.refused or _passed_over(c, plan, need_fast_host)) for c in candidates
+        Candidate(*pair, None, str(errors[pair]))
+        if pair in errors
+        else Candidate(*pair, compared[pair].cost, _refused(compared[pair], plan, need_fast_host))
+        for pair in combinations
     ]
     budget, responses, find_longest = builder.budget_bytes, responses_of(batch), None
     if shape is not None and budget is not None and responses:
@@ -162,30 +158,29 @@ def make_plan(
 
 
 def _built(
-    builder: Builder, combinations: Iterable[tuple[str, str]]
-) -> tuple[list[Plan], list[Candidate], list[PlanError]]:
-    """The plans of possible combinations; all combinations, with the reason if one is impossible;
-    and the errors of impossible ones."""
-    plans: list[Plan] = []
-    candidates: list[Candidate] = []
-    errors: list[PlanError] = []
-    for sharing, boundary in combinations:
+    builder: Builder, combinations: Iterable[Combination]
+) -> tuple[list[Plan], dict[Combination, PlanError]]:
+    """The plans of possible combinations, and the errors of impossible ones."""
+    plans, errors = list[Plan](), dict[Combination, PlanError]()
+    for combination in combinations:
         try:
-            plan = builder.build(sharing, boundary)
+            plans.append(builder.build(*combination))
         except PlanError as error:
-            candidates.append(Candidate(sharing, boundary, None, str(error)))
-            errors.append(error)
-            continue
-        refused = None
-        if not plan.fits:
-            peak, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
-            refused = (
-                f"it is predicted to need {format_bytes(peak)} and the budget is "
-                f"{format_bytes(budget)}"
-            )
-        candidates.append(Candidate(sharing, boundary, plan.cost, refused))
-        plans.append(plan)
-    return plans, candidates, errors
+            errors[combination] = error
+    return plans, errors
+
+
+def _refusal(errors: Mapping[Combination, PlanError], builder: Builder) -> PlanError:
+    """The error if no combination is possible: that of the one that needs the least memory. Errors
+    about limits other than the budget do not say how much is needed."""
+    needed = {c: e.needed_bytes for c, e in errors.items() if isinstance(e, BudgetError)}
+    best = min(errors, key=lambda combination: needed.get(combination, math.inf))
+    error = errors[best]
+    message = f"no plan fits this batch: {' + '.join(best)}: {error}"
+    if isinstance(error, BudgetError):
+        enough = builder.enough_bytes(*best, error.needed_bytes)
+        message += f"; raise it to at least {enough}, or {error.remedy}."
+    return PlanError(message)
 
 
 def noise_of(plan: Plan) -> float:
@@ -193,19 +188,19 @@ def noise_of(plan: Plan) -> float:
     return NOISE if plan.predicted_ms is None else MEASURED_NOISE
 
 
-def _combination(of: Plan | Candidate) -> tuple[str, str]:
-    return of.sharing, of.boundary
+def _combination(plan: Plan) -> Combination:
+    return plan.sharing, plan.boundary
 
 
 def _chosen_for_any_host(
     plans: list[Plan], calibration: Calibration | None, builder: Builder
-) -> tuple[Plan, list[Plan], set[tuple[str, str]]]:
+) -> tuple[Plan, list[Plan], set[Combination]]:
     """The chosen plan, the plans, and sharings and boundaries of those that are passed over because
     they do not cost less than dense if the host is slower than measured by SLOW_HOST.
 
     Such a plan is replaced by one without short segments if that costs less than dense on both.
     """
-    plan, needing = _chosen(plans), set[tuple[str, str]]()
+    plan, needing = _chosen(plans), set[Combination]()
     dense = min((p for p in plans if p.sharing == "none"), key=lambda p: p.cost, default=None)
     if calibration is None or dense is None or plan.sharing == "none":
         return plan, plans, needing
@@ -225,17 +220,20 @@ def _chosen_for_any_host(
     return plan, plans, needing
 
 
-def _passed_over(
-    candidate: Candidate, chosen: Plan, need_fast_host: set[tuple[str, str]]
-) -> str | None:
-    """Reason why a plan that costs less was not chosen; None if it does not cost less."""
-    cost = candidate.cost
-    if cost is None or cost >= chosen.cost:
+def _refused(plan: Plan, chosen: Plan, need_fast_host: set[Combination]) -> str | None:
+    """Reason why a plan is impossible, or was not chosen although it costs less; None if it does
+    not cost less."""
+    if not plan.fits:
+        peak, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
+        return (
+            f"it is predicted to need {format_bytes(peak)} and the budget is {format_bytes(budget)}"
+        )
+    if plan.cost >= chosen.cost:
         return None
     noise = noise_of(chosen) if chosen.sharing == "none" else SIMPLER_IS_WORTH
-    if _combination(candidate) in need_fast_host:
+    if _combination(plan) in need_fast_host:
         return NEEDS_FAST_HOST
-    if chosen.cost <= cost * (1 + noise):
+    if chosen.cost <= plan.cost * (1 + noise):
         return f"cheaper by less than {noise:.1%}; the simpler plan is chosen"
     most = (1 + noise) * (1 + MOVING_MUST_SAVE) - 1
     return f"cheaper by less than {most:.1%}; moves data to host memory"
