@@ -16,17 +16,11 @@ from forkpoint.plan.media import PlannedMedium
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import NOISE, Meter, meter_of
+from forkpoint.plan.pricing.meters import EXCHANGE_FLOPS, NOISE, Meter, meter_of
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
 from forkpoint.plan.shared_prompts import SharedPrompt
 
 T = TypeVar("T")
-GATHER_TOKENS = 2048
-"""Number of tokens whose forward takes as long as gathering all weights once, if no calibration has
-measured the link. The forward of a token takes 2 FLOPs for each weight, and gathering moves 2 bytes
-for each weight. So this is also the number of FLOPs that a rank computes while it receives a byte.
-At 500 TFLOPS it corresponds to 244 GB/s, about the rate of GPUs of one host.
-"""
 
 
 @dataclass(frozen=True)
@@ -152,10 +146,14 @@ def link_prices(costs: Sequence[RankCosts]) -> LinkPrices | None:
 
 
 def nominal_gathering_cost(costs: Sequence[RankCosts]) -> float:
-    """Cost of gathering all weights once over a link that was not measured."""
+    """Cost of gathering all weights once over a link that was not measured.
+
+    The forward of a token takes 2 FLOPs for each weight, and gathering moves 2 bytes for each
+    weight. So gathering takes as long as the forwards of EXCHANGE_FLOPS tokens.
+    """
     tokens = sum(cost.tokens for cost in costs)
     forward = sum(sum(cost.forward) for cost in costs)
-    return GATHER_TOKENS * forward / tokens if tokens else 0.0
+    return EXCHANGE_FLOPS * forward / tokens if tokens else 0.0
 
 
 def prices_of(calibration: Calibration | None, shape: ModelShape | None) -> LinkPrices | None:
@@ -256,7 +254,7 @@ def link_cost(
     """Predicted cost of sending all shared prompts and returning their gradients.
 
     The time of the rank that sends or receives most, at the rate that a calibration has measured,
-    or else at the rate of gathering weights (`GATHER_TOKENS`). 0 without a shape. `costs`: by rank.
+    or else at the rate of gathering weights. 0 without a shape. `costs`: by rank.
     """
     if shape is None:
         return 0.0

@@ -39,7 +39,7 @@ EFFICIENT_TOKENS = 256
 LAUNCH_KEYS = 240
 LAUNCH_MOST = 0.02
 
-# FLOPs that a context-parallel rank computes while it sends a byte, if no link was measured. At 500
+# FLOPs that a rank computes while it sends or receives a byte, if no link was measured. At 500
 # TFLOPS it corresponds to 244 GB/s, about the rate of GPUs of one host. A calibration without a
 # link uses this rate.
 EXCHANGE_FLOPS = 2048
@@ -127,11 +127,6 @@ class Meter(ABC):
         """Cost of a copy of `nbytes` bytes to host memory (`out`) or back; None if unknown."""
         return None
 
-    def link(self, nbytes: int, transfers: int) -> float:
-        """Cost of sending `nbytes` bytes to other context-parallel ranks in `transfers`
-        transfers."""
-        return 0.0
-
     def kept_bytes(self, microbatch: Microbatch) -> int:
         """Bytes that a microbatch keeps between its forward and its backward."""
         return 0
@@ -154,6 +149,11 @@ class ShapeMeter(Meter):
         )
         """Whether memory of attention is counted: that of GPUs for 16 bits."""
         self._read_tokens: dict[int, int] = {}
+
+    @abstractmethod
+    def link(self, nbytes: int, transfers: int) -> float:
+        """Cost of sending `nbytes` bytes to other context-parallel ranks in `transfers`
+        transfers."""
 
     def _ancestor_bytes(self, microbatch: Microbatch) -> int:
         """Bytes that the backward of attention in one layer needs for keys of other microbatches:
@@ -243,7 +243,7 @@ class CountedMeter(ShapeMeter):
         return self._parts_of[microbatch.index]
 
     def _counted(self, microbatch: Microbatch) -> tuple[float, float, float]:
-        shape, segments = self.shape, list(microbatch.segments)
+        shape, segments = self.shape, np.asarray(microbatch.segments)
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
         pairs = sum(every[window] for window in shape.windows)
@@ -255,16 +255,12 @@ class CountedMeter(ShapeMeter):
             LAUNCH_KEYS * key * shape.windows.count(0),
             LAUNCH_MOST * 2.0 * shape.linear_parameters / shape.context,
         )
-        return linear, head, key * pairs + further * self._queries_of_rectangles(microbatch)
-
-    def _queries_of_rectangles(self, microbatch: Microbatch) -> int:
-        """Number of tokens with ancestors outside of their causal sequence (see `full_table` of
-        `tree.launches`)."""
-        forest, segments = self.plan.forest, np.asarray(microbatch.segments)
-        heads = np.ones(len(segments), bool)
-        heads[1:] = forest.parent[segments[1:]] != segments[:-1]
-        above = forest.parent[segments[heads]] >= 0
-        return int(forest.length[segments][above[np.cumsum(heads) - 1]].sum())
+        # Tokens with ancestors outside of their causal sequence (`full_table` of `tree.launches`).
+        parent = self.plan.forest.parent[segments]
+        begins = np.append(True, parent[1:] != segments[:-1])
+        above = parent[begins] >= 0
+        queries = int(length[above[np.cumsum(begins) - 1]].sum())
+        return linear, head, key * pairs + further * queries
 
 
 class TokenMeter(Meter):
@@ -522,10 +518,10 @@ class DealtMeter(Meter):
     def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
         assert plan.shape is not None
         self._plan, self._shape = plan, plan.shape
-        self._heads = _meter_by_heads(plan, calibration)
+        self._heads = _shape_meter(plan, calibration)
         alone = replace(plan, shape=replace(plan.shape, context=1))
         # One meter for each part, because all parts have the index of their microbatch.
-        self._alone = [_meter_by_heads(alone, calibration) for _ in range(plan.shape.context)]
+        self._alone = [_shape_meter(alone, calibration) for _ in range(plan.shape.context)]
         self.unit: CostUnit = self._heads.unit
 
     def _most(self, microbatch: Microbatch, price: Callable[[Meter, Microbatch], float]) -> float:
@@ -567,9 +563,6 @@ class DealtMeter(Meter):
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         return self._heads.copy(nbytes, out=out)
 
-    def link(self, nbytes: int, transfers: int) -> float:
-        return self._heads.link(nbytes, transfers)
-
     def kept_bytes(self, microbatch: Microbatch) -> int:
         return int(self._most(microbatch, lambda m, x: m.kept_bytes(x)))
 
@@ -579,15 +572,15 @@ class DealtMeter(Meter):
 
 def meter_of(plan: Plan, calibration: Calibration | None = None) -> Meter:
     """The meter of a plan's microbatches: measured if there is a calibration, else counted."""
-    if any(microbatch.parts for microbatch in plan.microbatches):
-        return DealtMeter(plan, calibration)
-    return _meter_by_heads(plan, calibration)
-
-
-def _meter_by_heads(plan: Plan, calibration: Calibration | None) -> Meter:
-    """The meter of microbatches that context-parallel ranks, if any, split by heads."""
     if plan.shape is None:
         return TokenMeter()
+    if any(microbatch.parts for microbatch in plan.microbatches):
+        return DealtMeter(plan, calibration)
+    return _shape_meter(plan, calibration)
+
+
+def _shape_meter(plan: Plan, calibration: Calibration | None) -> ShapeMeter:
+    """The meter of microbatches that context-parallel ranks, if any, split by heads."""
     return CountedMeter(plan) if calibration is None else MeasuredMeter(calibration, plan)
 
 
