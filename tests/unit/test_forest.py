@@ -67,13 +67,11 @@ def test_segments_are_maximal_and_parents_come_first(
 ) -> None:
     forest = forest_of(*batch)
     children = forest.children()
-    depth = forest.depth
     subtree = forest.subtree_edges()
     assert (forest.length >= 1).all()
     for segment, parent in enumerate(forest.parent.tolist()):
         assert parent < segment
         assert forest.path(segment)[-1] == segment
-        assert len(forest.path(segment)) == depth[segment] + 1
         below = [s for s in range(len(forest)) if segment in forest.path(s)]
         assert subtree[segment] == forest.length[below].sum()
         assert below == list(range(segment, segment + len(below))), "depth-first order"

@@ -16,7 +16,7 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.dealing import deal
 from forkpoint.plan.device_memory import LEAST_BYTES
 from forkpoint.plan.entries import segment_entries
-from forkpoint.plan.host_cache import most_host_layers
+from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes, most_host_layers
 from forkpoint.plan.media import planned_media
 from forkpoint.plan.packing import (
     microbatches_across,
@@ -28,7 +28,6 @@ from forkpoint.plan.predict import (
     drop_activations,
     keep_logits,
     microbatches_to_drop,
-    move_cache,
     offloaded_bytes,
     peak_bytes,
     plan_cost,
@@ -241,7 +240,12 @@ class Builder:
         same = sharing == "tree" and self._groups_share_all
         combination = "group" if same else sharing, boundary
         if combination not in self._built:
-            plan = self._with_fewer_segments(self._fitting(*combination), *combination)
+            plan = self._fitting(*combination)
+            # Responses to one prompt often have equal first tokens by chance.
+            fewer = self.without_short_segments(*combination)
+            if fewer is not None and fewer.fits:
+                most = cost_with_preference(plan) * (1 - NOISE)
+                plan = fewer if not plan.fits or cost_with_preference(fewer) < most else plan
             plans = (plan, self._found_first.get(combination, plan))
             self._built[combination] = min(
                 plans, key=lambda plan: (not plan.fits, cost_with_preference(plan))
@@ -254,17 +258,6 @@ class Builder:
         found.tries_few, found._found_first, found._built = False, self._built, {}
         vars(found).pop("_longer", None)
         return found
-
-    def _with_fewer_segments(self, plan: Plan, sharing: str, boundary: str) -> Plan:
-        """The plan, or one in which rollouts share no short segments if that costs less.
-
-        Responses to one prompt often have equal first tokens by chance.
-        """
-        found = self.without_short_segments(sharing, boundary)
-        if found is None:
-            return plan
-        costs_less = cost_with_preference(found) < cost_with_preference(plan) * (1 - NOISE)
-        return found if found.fits and (costs_less or not plan.fits) else plan
 
     def without_short_segments(self, sharing: str, boundary: str) -> Plan | None:
         """The plan in which rollouts share no short segments; None if it is impossible, not
@@ -708,13 +701,17 @@ def with_host_layers(plan: Plan, meter: Meter, config: Config, budget: int | Non
     """The plan with prefix caches in host memory or in files: of as many layers as there is space
     for, or with prefix_cache="auto" of as few as fit the budget."""
     assert plan.shape is not None
-    if not plan.cache_tokens:
+    layer = layer_cache_bytes(plan.cache_tokens, plan.shape)
+    if not layer:
         return plan
     most = most_host_layers(plan.cache_tokens, plan.shape, most_host_bytes(config))
     if config.prefix_cache == "host":
         return replace(plan, host_layers=most)
     assert budget is not None
-    return move_cache(plan, meter, budget, most)
+    over = peak_bytes(plan, meter) - budget
+    # Two layers in host memory free nothing, because two are on the device at a time.
+    layers = min(most, -(-over // layer) + LAYERS_HERE)
+    return replace(plan, host_layers=layers) if over > 0 and layers > LAYERS_HERE else plan
 
 
 def pack(

@@ -9,8 +9,7 @@ read, and the next one is copied."""
 
 def layer_cache_bytes(cache_tokens: int, shape: ModelShape) -> int:
     """Bytes of the prefix cache of these tokens in one attention layer, with its gradients."""
-    each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
-    return cache_tokens * each // max(1, shape.attention_layers)
+    return cache_tokens * shape.exchanged_token_bytes // max(1, shape.attention_layers)
 
 
 def most_host_layers(cache_tokens: int, shape: ModelShape, host_memory: int | None) -> int:

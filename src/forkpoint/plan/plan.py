@@ -761,9 +761,9 @@ def _tree(plan: Plan) -> Tree | Text:
         return Text(f"no edges: {why}")
     microbatch_of = {s: m.index for m in plan.microbatches for s in m.segments}
     top = Tree("segments: tokens x rollouts, and their microbatch")
-    nodes: dict[int, Tree] = {-1: top}
-    depth, multiplicity = forest.depth, forest.multiplicity
+    nodes, depth, multiplicity = {-1: top}, {-1: -1}, forest.multiplicity
     for segment, parent in enumerate(forest.parent.tolist()[:MOST_SEGMENTS]):
+        depth[segment] = depth[parent] + 1
         if depth[segment] < MOST_LEVELS:
             name = plan.microbatch_names[microbatch_of[segment]]
             label = f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  {name}"

@@ -185,19 +185,6 @@ def layers_here(plan: Plan, shape: ModelShape) -> int:
     return shape.attention_layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
 
 
-def move_cache(plan: Plan, meter: Meter, budget: int, most: int) -> Plan:
-    """The plan with the prefix cache of as few layers as needed in host memory, so that its peak is
-    within the budget. At most `most` layers move."""
-    assert plan.shape is not None
-    over = peak_bytes(plan, meter) - budget
-    layer = layer_cache_bytes(plan.cache_tokens, plan.shape)
-    # Two layers in host memory free nothing, because two are on the device at a time.
-    needed = -(-over // layer) + LAYERS_HERE if layer else 0
-    if over <= 0 or min(most, needed) <= LAYERS_HERE:
-        return plan
-    return replace(plan, host_layers=min(most, needed))
-
-
 def microbatches_to_drop(plan: Plan, meter: Meter, budget: int) -> frozenset[int]:
     """Choose as few microbatches as needed whose activations are dropped, so that the peak is
     within the budget.

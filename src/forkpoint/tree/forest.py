@@ -187,15 +187,6 @@ class Forest:
         segments."""
         return np.concatenate([[0], np.cumsum(self.length)]).astype(np.int64)
 
-    @property
-    def depth(self) -> IntArray:
-        """[S] number of ancestors of each segment."""
-        depth = np.zeros(len(self), np.int64)
-        for segment, parent in enumerate(self.parent.tolist()):
-            if parent >= 0:
-                depth[segment] = depth[parent] + 1
-        return depth
-
     def path(self, segment: int) -> list[int]:
         """Segments from the root to this one, inclusive; [] for -1."""
         found = []

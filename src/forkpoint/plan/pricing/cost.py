@@ -214,8 +214,8 @@ class ModelShape:
 
     @property
     def exchanged_token_bytes(self) -> int:
-        """Bytes that ranks exchange for each token of a prompt: keys, values and their
-        gradients."""
+        """Bytes of one token in the prefix cache, which ranks exchange for prompts: keys, values
+        and their gradients."""
         return self.boundary_bytes_per_token + self.boundary_gradient_bytes_per_token
 
     @property

@@ -14,13 +14,12 @@ from forkpoint.tree.forest import IntArray, build_forest
 
 
 def work_by_sharing(
-    batch: RolloutBatch, runs: IntArray | None = None, shape: ModelShape | None = None
+    batch: RolloutBatch, runs: IntArray, shape: ModelShape | None
 ) -> dict[str, Work]:
     """Work of a batch for each kind of sharing: "none", "group" and "tree".
 
-    `runs`: int64 [N], number of edges of each rollout that run, from its first; None means all.
+    `runs`: int64 [N], number of edges of each rollout that run, from its first.
     """
-    runs = run_lengths(batch, whole=True) if runs is None else runs
     windows = shape.windows if shape else ()
     trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
     found = {"none": dense_work(runs, trained, windows)}
