@@ -20,11 +20,10 @@ from forkpoint.tree import (
     LaunchLayout,
     Microbatch,
     Table,
-    VisibleKeys,
     full_table,
     windowed_table,
 )
-from forkpoint.tree.launches import Runs
+from forkpoint.tree.launches import Runs, VisibleKeys
 from strategies import COMBINATIONS, batches, naming
 
 EXAMPLES = settings(max_examples=10, derandomize=True, deadline=None)

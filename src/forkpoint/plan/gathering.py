@@ -16,8 +16,8 @@ from forkpoint.plan.media import PlannedMedium
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import EXCHANGE_FLOPS, NOISE, Meter, meter_of
-from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
+from forkpoint.plan.pricing.meters import EXCHANGE_FLOPS, NOISE, meter_of
+from forkpoint.plan.program import BACKWARD, HEAD, Program
 from forkpoint.plan.shared_prompts import SharedPrompt
 
 T = TypeVar("T")
@@ -195,8 +195,14 @@ def costs_of_rank(
         program = once.score_program if scores else once.program
         parts = [0.0]
         for instruction in program.instructions:
-            parts[-1] += cost_of(once, own, instruction)
-            parts += [0.0] if instruction.exchanges else []
+            if instruction.exchanges:
+                parts.append(0.0)
+            elif not instruction.idle:
+                parts[-1] += own.alone(
+                    once.microbatches[instruction.microbatch],
+                    backward=instruction.operation == BACKWARD,
+                    boundary_only=instruction.ends_at != HEAD,
+                )
     return RankCosts(
         forward=tuple(meter.alone(m, backward=False) for m in plan.microbatches),
         backward=() if scores else tuple(meter.alone(m, backward=True) for m in plan.microbatches),
@@ -205,18 +211,6 @@ def costs_of_rank(
         parts=tuple(parts) if len(parts) > 1 else (),
         why_not=why_not,
         link=prices_of(calibration, plan.shape),
-    )
-
-
-def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
-    """Predicted cost of one instruction, without copies to host memory."""
-    if instruction.idle:
-        return 0.0
-    microbatch = plan.microbatches[instruction.microbatch]
-    return meter.alone(
-        microbatch,
-        backward=instruction.operation == BACKWARD,
-        boundary_only=instruction.ends_at != HEAD,
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forkpoint.config import AUTO, Config
 from forkpoint.plan.program import (
@@ -86,38 +85,21 @@ def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
     runs: int64 [N], number of edges of each rollout that run, none beyond the last trained token.
     """
     found: dict[str, PromptOfBatch] = {}
-    mask = np.asarray(batch.loss_mask) != 0
+    keys, mask = batch.token_keys, np.asarray(batch.loss_mask) != 0
     for number in np.unique(batch.group_index[runs > 0]).tolist():
         rollouts = np.flatnonzero((batch.group_index == number) & (runs > 0))
-        tokens = untrained_prefix(batch.token_keys, batch.offsets, mask, rollouts)
+        begins, tokens = batch.offsets[rollouts].tolist(), int(batch.lengths[rollouts].min())
+        for begin in begins:
+            here, first = slice(begin, begin + tokens), slice(begins[0], begins[0] + tokens)
+            differs = mask[here] | (keys[here] != keys[first])
+            tokens = int(np.append(differs, True).argmax())
         if tokens < 2:
             continue
-        begin = int(batch.offsets[rollouts[0]])
-        content = batch.content(begin, begin + tokens)
+        content = batch.content(begins[0], begins[0] + tokens)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         others = found[digest].rollouts if digest in found else ()
         found[digest] = PromptOfBatch(tokens - 1, (*others, *rollouts.tolist()))
     return found
-
-
-def untrained_prefix(
-    token_ids: NDArray[np.integer], offsets: IntArray, mask: NDArray[np.bool_], rollouts: IntArray
-) -> int:
-    """Number of first tokens that all of these rollouts share and none of them trains.
-
-    token_ids (or `RolloutBatch.token_keys`), mask [T] and offsets [N + 1] are those of the batch.
-    `rollouts` are positions in it.
-    """
-    first = int(rollouts[0])
-    own = token_ids[offsets[first] : offsets[first + 1]]
-    shared = len(own)
-    for rollout in rollouts.tolist():
-        begin, end = int(offsets[rollout]), int(offsets[rollout + 1])
-        shared = min(shared, end - begin)
-        here = slice(begin, begin + shared)
-        differs = mask[here] | (token_ids[here] != own[:shared])
-        shared = int(np.append(differs, True).argmax())
-    return shared
 
 
 def shared_prompts(

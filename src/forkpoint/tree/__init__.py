@@ -9,7 +9,6 @@ from forkpoint.tree.launches import REPEATED_BYTES as REPEATED_BYTES
 from forkpoint.tree.launches import CacheSlots as CacheSlots
 from forkpoint.tree.launches import LaunchLayout as LaunchLayout
 from forkpoint.tree.launches import Table as Table
-from forkpoint.tree.launches import VisibleKeys as VisibleKeys
 from forkpoint.tree.launches import full_table as full_table
 from forkpoint.tree.launches import padded_length as padded_length
 from forkpoint.tree.launches import windowed_table as windowed_table

@@ -238,11 +238,8 @@ class CountedMeter(ShapeMeter):
 
     def _parts(self, microbatch: Microbatch) -> tuple[float, float, float]:
         """FLOPs of the parts of a forward: blocks without attention, head, attention."""
-        if microbatch.index not in self._parts_of:
-            self._parts_of[microbatch.index] = self._counted(microbatch)
-        return self._parts_of[microbatch.index]
-
-    def _counted(self, microbatch: Microbatch) -> tuple[float, float, float]:
+        if microbatch.index in self._parts_of:
+            return self._parts_of[microbatch.index]
         shape, segments = self.shape, np.asarray(microbatch.segments)
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
@@ -260,7 +257,9 @@ class CountedMeter(ShapeMeter):
         begins = np.append(True, parent[1:] != segments[:-1])
         above = parent[begins] >= 0
         queries = int(length[above[np.cumsum(begins) - 1]].sum())
-        return linear, head, key * pairs + further * queries
+        found = linear, head, key * pairs + further * queries
+        self._parts_of[microbatch.index] = found
+        return found
 
 
 class TokenMeter(Meter):
@@ -272,7 +271,7 @@ class TokenMeter(Meter):
         return max(microbatch.tokens, EFFICIENT_TOKENS)
 
     def backward(self, microbatch: Microbatch) -> float:
-        return 2 * max(microbatch.tokens, EFFICIENT_TOKENS)
+        return 2 * self.forward(microbatch)
 
 
 KEPT_ENTRIES = 8192
