@@ -179,16 +179,16 @@ def test_layers_that_carry_a_state_run_by_heads() -> None:
 
 def test_other_ranks_than_the_plan_was_made_for_are_refused() -> None:
     plan = dealt(group(1001, 400, 5))
-    plan.check_ranks(2)
-    by_heads(group(1001, 400, 5)).check_ranks(1)
+    plan.check_host(Capabilities(), 2)
+    by_heads(group(1001, 400, 5)).check_host(Capabilities(), 1)
     for ranks in (1, 4):
         with pytest.raises(PlanError, match=f"2 context-parallel ranks.* model has {ranks}"):
-            plan.check_ranks(ranks)
+            plan.check_host(Capabilities(), ranks)
 
 
 def test_models_with_states_refuse_whole_leaves() -> None:
     plan = dealt(group(1001, 400, 5))
-    plan.check_host(Capabilities())
-    by_heads(group(1001, 400, 5)).check_host(BY_HEADS)
+    plan.check_host(Capabilities(), 2)
+    by_heads(group(1001, 400, 5)).check_host(BY_HEADS, 2)
     with pytest.raises(PlanError, match="carry a state, which allows only a split by heads"):
-        plan.check_host(BY_HEADS)
+        plan.check_host(BY_HEADS, 2)

@@ -144,7 +144,7 @@ def test_a_host_that_is_not_left_early_gets_no_such_plan() -> None:
     ends = [[i.ends_at for i in plan.program.instructions] for plan in plans]
     assert ends[0] == ["boundary", "head", "head", "boundary", "head"]
     assert ends[1] == ["blocks", "head", "head", "head", "head"]
-    plans[0].check_host(Capabilities())
-    plans[1].check_host(Capabilities())
+    plans[0].check_host(Capabilities(), 1)
+    plans[1].check_host(Capabilities(), 1)
     with pytest.raises(PlanError, match="ends forwards inside the last block"):
-        plans[0].check_host(Capabilities(leaves_early=False))
+        plans[0].check_host(Capabilities(leaves_early=False), 1)

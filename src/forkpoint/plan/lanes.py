@@ -93,17 +93,6 @@ class _File:
     lanes: Lanes
 
 
-def _check_lanes(lanes: Lanes) -> None:
-    stages = len(lanes.predicted)
-    if not stages or {len(lanes.measured), len(lanes.peak_bytes)} - {0, stages}:
-        raise SchemaError(
-            f"lanes has {stages} predicted lanes, {len(lanes.measured)} measured ones and "
-            f"{len(lanes.peak_bytes)} peaks; it has one of each for a stage"
-        )
-    for stage, lane in enumerate((*lanes.predicted, *lanes.measured)):
-        _check_lane(lane, f"lane {stage}")
-
-
 def read_lanes(path: Path) -> Lanes:
     """Read lanes from a file.
 
@@ -111,7 +100,14 @@ def read_lanes(path: Path) -> Lanes:
     """
     try:
         lanes = read(_File, parse_json(read_small(path, MOST_BYTES)), "").lanes
-        _check_lanes(lanes)
+        stages = len(lanes.predicted)
+        if not stages or {len(lanes.measured), len(lanes.peak_bytes)} - {0, stages}:
+            raise SchemaError(
+                f"lanes has {stages} predicted lanes, {len(lanes.measured)} measured ones and "
+                f"{len(lanes.peak_bytes)} peaks; it has one of each for a stage"
+            )
+        for stage, lane in enumerate((*lanes.predicted, *lanes.measured)):
+            _check_lane(lane, f"lane {stage}")
         return lanes
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}. Check the path.") from None

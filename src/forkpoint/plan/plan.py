@@ -433,11 +433,7 @@ class Plan:
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
     def check_batch(self, batch: RolloutBatch) -> None:
-        """Raise PlanError for a batch that this plan was not made for.
-
-        Raises:
-            PlanError: tokens, lengths, masks or temperatures differ from those planned.
-        """
+        """Raise PlanError if tokens, lengths, masks or temperatures differ from those planned."""
         found = fingerprint(batch)
         if found != self.fingerprint:
             raise PlanError(
@@ -467,11 +463,13 @@ class Plan:
                 "Leave plan= out, or make a plan for this call: policy.plan(batch, loss)."
             )
 
-    def check_host(self, capabilities: Capabilities) -> None:
-        """Refuse a host whose capabilities differ from those that this plan uses.
+    def check_host(self, capabilities: Capabilities, context: int) -> None:
+        """Refuse a host that differs in what this plan uses: ending forwards inside the last block,
+        running whole segments, training the encoder, and context-parallel ranks.
 
-        These are: ending forwards inside the last block, running whole segments, and training the
-        encoder.
+        Args:
+            capabilities: capabilities of the host.
+            context: number of context-parallel ranks, 1 without context parallelism.
 
         Raises:
             PlanError: the plan is not for this host.
@@ -495,16 +493,6 @@ class Plan:
                 "because it checkpoints its blocks itself (gradient_checkpointing). Make the plan "
                 "again with policy.plan, in the state in which the model is trained."
             )
-
-    def check_ranks(self, context: int) -> None:
-        """Refuse another number of context-parallel ranks than the plan was made for.
-
-        Args:
-            context: number of context-parallel ranks, 1 without context parallelism.
-
-        Raises:
-            PlanError: there are more or fewer.
-        """
         dealt = {len(microbatch.parts) for microbatch in self.microbatches if microbatch.parts}
         if dealt - {context}:
             raise PlanError(

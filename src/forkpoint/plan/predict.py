@@ -153,13 +153,12 @@ def encoder_bytes(plan: Plan) -> int:
     encoder, held, worst = plan.capabilities.encoder, 0, 0
     if encoder is None:
         return 0
-    trains = plan.capabilities.trains_encoder
     for instruction in plan.with_encoders(plan.program.training, training=True):
         media = [plan.media[number] for number in instruction.media]
         if not media:
             continue
-        features = sum(encoder.feature_bytes(medium, trains=trains) for medium in media)
-        kept = sum(encoder.kept_bytes(medium) for medium in media) if trains else 0
+        features = sum(encoder.feature_bytes(medium) for medium in media)
+        kept = sum(encoder.kept_bytes(medium) for medium in media) if encoder.trained else 0
         if instruction.operation == ENCODE:
             held += features + kept * instruction.keeps_graph
             worst = max(worst, held)

@@ -288,8 +288,7 @@ def _plans(
         plan = replace(plan.with_program(scores=plan.program.has_scores), pipeline=None)
     shape = policy.host.shape
     plan.check_batch(batch)
-    plan.check_host(_capabilities(policy.host, shape, batch))
-    plan.check_ranks(shape.context)
+    plan.check_host(_capabilities(policy.host, shape, batch), shape.context)
     if loss is not None and loss.decomposition != "token":
         plan.check_coupling(batch, coupling_of(loss, batch))
     if work is not None:

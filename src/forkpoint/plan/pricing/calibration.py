@@ -254,11 +254,8 @@ class Calibration:
         )
 
     def check_shape(self, shape: ModelShape) -> None:
-        """Raise ConfigError for a model that this was not measured for.
-
-        Raises:
-            ConfigError: sizes other than the number of layers and their windows differ.
-        """
+        """Raise ConfigError if this was measured for a model with other sizes than this, except the
+        number of layers and their windows."""
         wanted, found = _comparable(shape), _comparable(self.shape)
         if wanted != found:
             wrong = ", ".join(
@@ -273,11 +270,7 @@ class Calibration:
 
     def check_device(self, device: str, *, compiled: bool) -> None:
         """Raise ConfigError for another device than this was measured on, or for blocks compiled
-        differently.
-
-        Raises:
-            ConfigError: with both values.
-        """
+        differently."""
         if (device, compiled) != (self.device, self.compiled):
             here = f"{device}, blocks {'compiled' if compiled else 'not compiled'}"
             raise ConfigError(

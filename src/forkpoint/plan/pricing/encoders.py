@@ -42,7 +42,7 @@ class EncoderShape:
         patches = medium.tokens * self.patches_per_token
         return int(patches * self.activation_elements * self.dtype_bytes)
 
-    def feature_bytes(self, medium: PlannedMedium, *, trains: bool) -> int:
+    def feature_bytes(self, medium: PlannedMedium) -> int:
         """Bytes of features, with the sums of their gradients if the encoder is trained."""
-        each = self.dtype_bytes + max(4, self.dtype_bytes) * trains
+        each = self.dtype_bytes + max(4, self.dtype_bytes) * self.trained
         return medium.tokens * self.feature_elements * each
