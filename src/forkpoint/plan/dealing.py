@@ -69,7 +69,11 @@ def _dealt(
     count = len(leaves) * shape.context
     if len(trees) < count:
         return []
-    costs = {tree: _cost(segments, forest, shape, entries_S) for tree, segments in trees.items()}
+    costs: dict[int, float] = {}
+    for tree, segments in trees.items():
+        start, length = forest.start[segments], forest.length[segments]
+        work = segments_work(start, length, int(entries_S[segments].sum()), shape.windows)
+        costs[tree] = work.step_flops(shape)
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, number) for number in range(count)]
     heapify(loads)
@@ -97,10 +101,3 @@ def _of(leaf: Microbatch, segments: list[int], forest: Forest, entries_S: IntArr
         tokens=ends[-1],
         num_loss_entries=int(entries_S[segments].sum()),
     )
-
-
-def _cost(segments: list[int], forest: Forest, shape: ModelShape, entries_S: IntArray) -> float:
-    """FLOPs of forward and backward."""
-    entries = int(entries_S[segments].sum())
-    start, length = forest.start[segments], forest.length[segments]
-    return segments_work(start, length, entries, shape.windows).step_flops(shape)

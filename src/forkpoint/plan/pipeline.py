@@ -158,16 +158,15 @@ class StageSchedule:
         return 1 - sum(self.busy) / (len(self.busy) * self.time) if self.time else 0.0
 
 
-def order_stages(work: StageWork, budgets: Sequence[float] | None = None) -> StageSchedule:
+def order_stages(work: StageWork, budgets: float | Sequence[float] = np.inf) -> StageSchedule:
     """Order the work of all stages. The result depends only on the arguments.
 
     The result is the fastest order that fits. If none fits, it is the order that exceeds the
     budgets least.
 
-    `budgets`: for each stage, bytes for held activations and for the backward that runs; None means
-    no limit.
+    `budgets`: bytes for held activations and for the backward that runs, of all stages or of each.
     """
-    limits = np.full(work.stages, np.inf) if budgets is None else np.array(budgets, float)
+    limits = np.full(work.stages, budgets, float)
     can_hold = any(work.shared) and bool((work.shared_bytes <= limits).all())
     best, least = None, (np.inf, np.inf)
     for at_once, ahead in product((False, True) if can_hold else (False,), AHEAD):

@@ -242,5 +242,5 @@ def _ordered(
     scores = score_costs(programs, prices, stages)
     if forwards_time(scores) + work.least_time > most:
         return None
-    limits = None if budget_bytes is None else [float(budget_bytes)] * len(stages)
-    return StagedStep(size, programs, work, order_stages(work, limits), scores, budget_bytes)
+    schedule = order_stages(work, np.inf if budget_bytes is None else budget_bytes)
+    return StagedStep(size, programs, work, schedule, scores, budget_bytes)

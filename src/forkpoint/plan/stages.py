@@ -278,7 +278,7 @@ def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> Stage
     Of orders that are equally fast within noise, the one with the smallest peak. `budget_bytes`:
     None means no limit.
     """
-    found = [order_stages(work, None if budget_bytes is None else [budget_bytes] * work.stages)]
+    found = [order_stages(work, np.inf if budget_bytes is None else budget_bytes)]
     fastest = found[0].time
     for step in reversed(range(1, BUDGETS)):
         peaks = found[0].peak_bytes

@@ -113,11 +113,6 @@ class Link:
     """Bytes that each rank sends to another rank while it receives as many, per millisecond."""
     send_latency_ms: float
 
-    @property
-    def rates(self) -> dict[str, float]:
-        """Rates in bytes per millisecond, by name."""
-        return {n: x for n, x in vars(self).items() if n.endswith("bytes_per_ms")}
-
     def describe(self) -> str:
         """Text such as "link of 2 ranks measured by nccl"."""
         return f"link of {self.ranks} ranks measured by {self.backend}"
@@ -221,7 +216,8 @@ class Calibration:
             },
             **{
                 f"link.{name}": rate
-                for name, rate in (self.link.rates if self.link else {}).items()
+                for name, rate in (vars(self.link) if self.link else {}).items()
+                if name.endswith("bytes_per_ms")
             },
         }
         for name, least in positive.items():
