@@ -1,5 +1,7 @@
 """When a model is compared with its stock forward: not again where nothing has changed."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -129,6 +131,21 @@ def test_a_hook_with_another_closure_is_another_state() -> None:
 
     assert scaled(None) == scaled(None)
     assert len({scaled(None), scaled(1.0), scaled(2.0)}) == 3
+
+
+def test_replaced_weights_are_freed() -> None:
+    """A state of the model that is remembered must not keep another copy of its weights."""
+    model = tiny_model("llama", dtype=torch.float32)
+    policy, batch = wrap(model, Config()), forked_batch()
+    replaced: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        policy.forward_backward(batch, GRPO())
+        replaced += [weakref.ref(x) for x in (*model.parameters(), model.lm_head)]
+        model.lm_head = nn.Linear(32, 61, bias=False)
+        model.load_state_dict({k: x.clone() for k, x in model.state_dict().items()}, assign=True)
+    policy.forward_backward(batch, GRPO())
+    gc.collect()
+    assert not any(each() is not None for each in replaced)
 
 
 def test_steps_of_other_optimizers_do_not_count() -> None:

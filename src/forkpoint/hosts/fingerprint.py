@@ -6,6 +6,7 @@ checkpointing, and known hooks.
 """
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FunctionType
@@ -22,7 +23,8 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 HANDLES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 """Attributes that no step reads: handles of hooks that make inputs require gradients, and values
 that multimodal models store in a forward."""
-SPECIAL = {CHECKPOINTING, *HANDLES}
+UNCOMPARED = frozenset({*HANDLES, "_parameters", "_buffers", "_modules"})
+"""Attributes of modules that are not part of a state, or are compared entry by entry."""
 MOST_STATES = 64
 """Number of states of a model that are remembered. Training and evaluation are two states."""
 CONTAINERS = (list, dict, set)
@@ -43,15 +45,16 @@ class Fingerprint:
     configurations. It does not include weights, or functions that are called in other files.
 
     States are compared as lists. Python compares their entries by identity first. Another object
-    counts as a change unless it is equal, as numbers can be.
+    counts as a change unless it is equal, as numbers can be. Modules and parameters are held by
+    weak references, so that those that the model no longer has are freed.
     """
 
     def __init__(self, model: nn.Module, entry: Entry) -> None:
         self.model: nn.Module = model
         self.entry: Entry = entry
         self._states: list[tuple[int, list[Any]]] = []
-        """Numbers and states, the last used first. They keep objects alive, so that the address of
-        an old object is not used for a new one."""
+        """Numbers and states, the last used first. They keep other objects alive, so that the
+        address of an old object is not used for a new one."""
         self._count = 0
 
     def now(self) -> int:
@@ -67,12 +70,12 @@ class Fingerprint:
 
     def _state(self) -> list[Any]:
         modules = [module for _, module in every_module(self.model)]
-        found: list[Any] = [*modules]
+        found: list[Any] = [weakref.ref(module) for module in modules]
         for module in modules:
             attributes = vars(module)
             found += _values(attributes)
-            found += attributes["_parameters"].values()
-            found += attributes["_modules"].values()
+            for held in (attributes["_parameters"], attributes["_modules"]):
+                found += (None if value is None else weakref.ref(value) for value in held.values())
             for kind in HOOKS:
                 if attributes[kind]:
                     hooks = map(_hook, attributes[kind].values())
@@ -155,9 +158,8 @@ def _same_setting(one: Any, other: Any) -> bool:
 
 def _values(attributes: Mapping[str, Any]) -> Iterable[Any]:
     """Values that are equal where nothing has changed."""
-    if attributes.keys().isdisjoint(SPECIAL):
-        return attributes.values()
-    return [_parts(value) for name, value in attributes.items() if name not in HANDLES]
+    found = [value for name, value in attributes.items() if name not in UNCOMPARED]
+    return map(_parts, found) if CHECKPOINTING in attributes else found
 
 
 def _parts(value: Any) -> Any:
