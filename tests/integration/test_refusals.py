@@ -1,6 +1,7 @@
 """Refusals: by name, with a remedy, before anything runs, leaving everything as it was."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from bad_inputs.states import (
     dropout_module,
     reentrant_checkpointing,
 )
-from steps import ACROSS, forked_batch, model_state, step_error
+from steps import ACROSS, forked_batch, model_state, small_model, step_error
 from torch import nn
 
 from forkpoint import ConfigError, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.hosts.transformers.calls import ATTENTION_NAME
 from forkpoint.testing import tiny_model
 from lanes import id_of
+from plain_attention import PLAIN_ATTENTION
 
 BATCH = forked_batch()
 
@@ -129,6 +131,27 @@ def test_rope_that_depends_on_the_length(kind: str, limit: int) -> None:
     for call in (policy.score, lambda batch: policy.forward_backward(batch, losses.GRPO())):
         with pytest.raises(UnsupportedError, match=message):
             call(batch(limit + 1))
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "message"),
+    [
+        ("config", "sliding_window", 512, "layer 0 has sliding_window=4096, and its mask has 512"),
+        ("config", "layer_types", ["full_attention"] * 2, "sliding_window=4096, .* mask has None"),
+        ("model.layers.1.self_attn", "sliding_window", 512, "layer 1 has .*=512, .* has None"),
+    ],
+)
+def test_windows_that_differ_from_the_masks(
+    where: str, name: str, value: Any, message: str
+) -> None:
+    """Beyond the tokens of a sample, so that the self-check does not find them."""
+    model: Any = small_model("gemma2")
+    policy = wrap(model, ACROSS)
+    setattr(attrgetter(where)(model), name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        policy.score(BATCH)
+    model.set_attn_implementation(PLAIN_ATTENTION)  # it takes the window of the layer, and no mask
+    assert step_error(model, BATCH, losses.GRPO(), policy=policy) < 1e-10
 
 
 def test_rope_parameters_without_a_type(model: nn.Module) -> None:

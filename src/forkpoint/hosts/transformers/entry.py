@@ -94,6 +94,7 @@ class TransformersEntry(Entry):
         refusals.check_causal(self.core)
         refusals.check_modules(self.model, packages_of(self.core), self.encoder.modules)
         refusals.check_attention_function(self.model)
+        refusals.check_windows(self.core)
         self.routers.check()
 
     def check_training(self, *, routed: bool, encodes: bool) -> None:

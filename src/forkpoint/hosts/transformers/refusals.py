@@ -6,6 +6,7 @@ unknown modules.
 """
 
 import functools
+import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -133,6 +134,36 @@ def check_attention_function(model: nn.Module) -> None:
                     f"{describe_function(function)}, and forkpoint computes causal softmax "
                     "attention instead. Use 'eager', 'sdpa' or a kernel of transformers."
                 )
+
+
+MASKED = ("eager", "sdpa", "flex_attention")
+"""Implementations of attention with masks that transformers makes from the configuration. Others
+take the window of the layer, as steps do."""
+
+
+def check_windows(core: PreTrainedModel) -> None:
+    """Refuse layers whose window is not that of the configuration.
+
+    A sample is shorter than most windows.
+    """
+    decoder = decoder_of(core)
+    config = decoder.config
+    if config._attn_implementation not in MASKED:
+        return
+    kinds = getattr(config, "layer_types", None) or itertools.repeat("sliding_attention")
+    for number, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=False)):
+        attention = vars(layer)["_modules"].get("self_attn")
+        own = {} if attention is None else vars(attention)
+        if "sliding_window" not in own:
+            continue
+        window = own["sliding_window"] if own.get("is_sliding", True) else None
+        mask = config.sliding_window if kind == "sliding_attention" else None
+        if window != mask:
+            raise UnsupportedError(
+                f"self_attn of layer {number} has sliding_window={window}, and its mask has {mask} "
+                "(sliding_window and layer_types of the configuration). Set both, or make the "
+                "model from the changed configuration."
+            )
 
 
 def plain_head(causal: PreTrainedModel) -> nn.Linear:
