@@ -62,6 +62,14 @@ def gmpo_clips(row: list[tuple[float, float, float]]) -> list[bool]:
     return [(a > 0 and d > 0.2) or (a < 0 and d < -0.2) for d, _, a in row]
 
 
+def test_under_inference_mode() -> None:
+    model = small_model("qwen3")
+    stats = wrap(model).forward_backward(off_policy(model, BATCH), GRPO(clip=0.01))
+    with torch.inference_mode():
+        found = stats.metrics()
+    assert found == stats.metrics() and found["clip_fraction"] > 0
+
+
 @pytest.mark.parametrize("left_out", [False, True])
 @pytest.mark.parametrize(
     ("loss", "clips"),

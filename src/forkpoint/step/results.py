@@ -25,6 +25,7 @@ from forkpoint.units import format_bytes
 NAMES = {"logprobs": "logprob", "entropies": "entropy", "values": "value"}
 
 
+@torch.inference_mode(mode=False)  # gradients tell which tokens are clipped
 def policy_metrics(
     per_token: Mapping[str, Tensor], batch: RolloutBatch, loss: Loss, plan: Plan
 ) -> dict[str, float]:
