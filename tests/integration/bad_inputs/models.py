@@ -126,6 +126,10 @@ MODELS: tuple[Kind, ...] = (
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model;",
     ),
+    model_kind(
+        lambda m: lora(m).base_model,
+        message="peft.tuners.lora.model.LoraModel is not a transformers model; wrap the model",
+    ),
     Kind(
         message="parameter model.layers.1.mlp.up_proj.weight is a DTensor;",
         call=in_process_group(one_sharded_weight),

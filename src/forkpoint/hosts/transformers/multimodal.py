@@ -14,7 +14,7 @@ from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 def within_peft(model: nn.Module) -> Any:
     """The base model inside a PeftModel; other models are returned unchanged."""
     found: Any = model
-    return found.get_base_model() if plain_class(model).__module__.startswith("peft.") else found
+    return found.get_base_model() if plain_class(model).__module__ == "peft.peft_model" else found
 
 
 def decoder_of(core: PreTrainedModel) -> Any:
