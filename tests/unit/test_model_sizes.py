@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from test_cost import GRANITE_MICRO, QWEN35_4B
+from transformers import LlamaConfig
 
 from forkpoint import Config, ConfigError, ModelShape
 from forkpoint.plan import MODELS, known_name
@@ -33,6 +34,13 @@ def test_what_is_missing_is_refused() -> None:
             ModelShape.from_config(config)
     with pytest.raises(ConfigError, match="layer_types has 1 entries"):
         ModelShape.from_config({**PLAIN, "layer_types": ["full_attention"]})
+
+
+def test_a_configuration_object_is_refused_in_one_line() -> None:
+    config: Any = LlamaConfig()
+    with pytest.raises(ConfigError, match="of type LlamaConfig; it takes a mapping") as caught:
+        ModelShape.from_config(config)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,6 +34,10 @@ class _Short(reprlib.Repr):
     def repr_bytes(self, x: bytes, level: int) -> str:
         return repr(x) if len(x) <= _MOST_BYTES else f"{len(x)} bytes"
 
+    def repr_instance(self, x: object, level: int) -> str:
+        """One line, also for models, configurations and arrays."""
+        return " ".join(super().repr_instance(x, level).split())
+
 
 _REPR = _Short()
 

@@ -114,9 +114,14 @@ class ModelShape:
         """Read the shape from a transformers configuration as a mapping (a config.json).
 
         Raises:
-            ConfigError: a size is missing or is not a positive whole number, or a kind of layer is
-                not known.
+            ConfigError: the configuration is no mapping, a size is missing or is not a positive
+                whole number, or a kind of layer is not known.
         """
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"config is {short(config)} of type {type(config).__name__}; it takes a mapping, "
+                "such as model.config.to_dict() or a config.json."
+            )
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
         width = "moe_intermediate_size" if only_experts(config) else "intermediate_size"
         missing = [n for n in (*names, width) if config.get(n) is None]
