@@ -1,7 +1,9 @@
 """Rollout and RolloutBatch: what is stored, how it lines up, and what is refused."""
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -282,6 +284,19 @@ def test_batch_is_flat_and_aligned() -> None:
         assert not isinstance(values, np.ndarray) or not values.flags.writeable, field.name
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.token_ids = np.zeros(5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+@pytest.mark.parametrize("given", [EXPECTED, RolloutBatch([EXPECTED])])
+def test_copies_are_read_only_as_well(given: Any, copied: Callable[[Any], Any]) -> None:
+    """A batch whose arrays are written to would differ from its rollouts."""
+    found = copied(given)
+    for field in dataclasses.fields(given):
+        values = getattr(found, field.name)
+        assert not isinstance(values, np.ndarray) or not values.flags.writeable, field.name
+    assert list(found if isinstance(given, RolloutBatch) else [found]) == [EXPECTED]
 
 
 def test_missing_ids_are_positions_that_collide_with_none() -> None:

@@ -20,7 +20,7 @@ from forkpoint.rollouts.groups import group_of as group_of
 from forkpoint.rollouts.layout import PaddedLayout as PaddedLayout
 from forkpoint.rollouts.media import Media, ShownMedia, media_columns, share_index
 from forkpoint.rollouts.rollout import Rollout as Rollout
-from forkpoint.rollouts.rollout import store, with_id
+from forkpoint.rollouts.rollout import restore, store, with_id
 
 _OPTIONAL = ("old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
 """Fields of floats that either all rollouts of a batch have, or none."""
@@ -144,6 +144,9 @@ class RolloutBatch:
             media_row=media_row,
             share_index=share_index(routes, media_of),
         )
+
+    def __setstate__(self, state: list[Any]) -> None:
+        restore(self, state)
 
     def __len__(self) -> int:
         return len(self.rollout_ids)

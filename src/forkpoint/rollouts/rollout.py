@@ -174,6 +174,9 @@ class Rollout:
             for one, two in pairs
         )
 
+    def __setstate__(self, state: list[Any]) -> None:
+        restore(self, state)
+
     def __repr__(self) -> str:
         return (
             f"Rollout(rollout_id={short(self.rollout_id)}, group_id={short(self.group_id)}, "
@@ -187,6 +190,12 @@ def store(target: object, **attributes: Any) -> None:
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
         object.__setattr__(target, name, value)
+
+
+def restore(target: Any, state: list[Any]) -> None:
+    """Set the fields of a frozen dataclass from its pickled state. Pickles and deep copies of
+    arrays are not read-only by themselves."""
+    store(target, **{field.name: value for field, value in zip(fields(target), state, strict=True)})
 
 
 def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
