@@ -23,8 +23,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 HANDLES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 """Attributes that no step reads: handles of hooks that make inputs require gradients, and values
 that multimodal models store in a forward."""
-UNCOMPARED = frozenset({*HANDLES, "_parameters", "_buffers", "_modules"})
-"""Attributes of modules that are not part of a state, or are compared entry by entry."""
+SPECIAL = {CHECKPOINTING, *HANDLES}
 MOST_STATES = 64
 """Number of states of a model that are remembered. Training and evaluation are two states."""
 CONTAINERS = (list, dict, set)
@@ -75,7 +74,7 @@ class Fingerprint:
             attributes = vars(module)
             found += _values(attributes)
             for held in (attributes["_parameters"], attributes["_modules"]):
-                found += (None if value is None else weakref.ref(value) for value in held.values())
+                found += [None if value is None else weakref.ref(value) for value in held.values()]
             for kind in HOOKS:
                 if attributes[kind]:
                     hooks = map(_hook, attributes[kind].values())
@@ -157,9 +156,12 @@ def _same_setting(one: Any, other: Any) -> bool:
 
 
 def _values(attributes: Mapping[str, Any]) -> Iterable[Any]:
-    """Values that are equal where nothing has changed."""
-    found = [value for name, value in attributes.items() if name not in UNCOMPARED]
-    return map(_parts, found) if CHECKPOINTING in attributes else found
+    """Values that are equal where nothing has changed, and that hold no weights."""
+    found = dict(attributes)
+    del found["_parameters"], found["_buffers"], found["_modules"]
+    if found.keys().isdisjoint(SPECIAL):
+        return found.values()
+    return [_parts(value) for name, value in found.items() if name not in HANDLES]
 
 
 def _parts(value: Any) -> Any:
