@@ -406,6 +406,19 @@ def test_options_without_an_effect_are_named(shell: Shell, rollouts: Path, confi
         assert "no effect" not in shell(*across, *logits, *limit).out
 
 
+def test_sums_and_copies_of_gradients_are_counted(
+    shell: Shell, rollouts: Path, config: Path
+) -> None:
+    """As a policy counts them in a budget that it measures."""
+    plan = ("plan", rollouts, "--model", config, "--device-memory", "16GB", "--dtype", "bfloat16")
+    float32 = ("--grad-accumulation-dtype", "float32")
+    plain, summed, copied = (
+        shell(*plan, *given).result["device_memory"]["gradients_bytes"]
+        for given in ((), float32, (*float32, "--restore-grads"))
+    )
+    assert (summed, copied) == (3 * plain, 4 * plain)
+
+
 def test_a_plan_that_runs_nothing_is_said(shell: Shell, tmp_path: Path, config: Path) -> None:
     alike = [changed(rollout, advantage=0.0) for rollout in made_up_rollouts(groups=1)]
     file = write_rollouts(tmp_path / "alike.jsonl", alike)

@@ -47,6 +47,10 @@ def test_a_device_has_left_what_nothing_else_takes() -> None:
     left = 80 * GB - 48 * GB - margin_bytes(80 * GB) - GIB // 2
     assert small.left_bytes == left and small.budget_bytes == left // GIB * GIB
     assert small.fits(left) and not small.fits(left + 1)
+    summed = replace(device, step_bytes_per_parameter=4)
+    assert summed.gradients_bytes == 48 * GB and replace(summed, ranks=2).fixed_bytes == (
+        replace(device, ranks=2).fixed_bytes + 16 * GB
+    )
     adapters = replace(device, trained_share=0.01)
     assert adapters.fixed_bytes == int(16 * GB + 0.01 * 8 * 10**9 * 6)
 

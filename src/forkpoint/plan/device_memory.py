@@ -67,6 +67,9 @@ class DeviceMemory:
     dtype_bytes: int
     optimizer_bytes_per_parameter: float | None = None
     """None means AdamW in the dtype of the parameters."""
+    step_bytes_per_parameter: int = 0
+    """Bytes that a step takes for each trained parameter besides its gradient: its float32 sum, and
+    a copy of the earlier gradient."""
     trained_share: float = 1.0
     """Part of the parameters that is trained, from 0 to 1."""
     ranks: int = 1
@@ -93,11 +96,11 @@ class DeviceMemory:
 
     @property
     def gradients_bytes(self) -> int:
-        """Bytes of this rank's part of the gradients. With several ranks also whole gradients
-        during a step, or the buckets of DistributedDataParallel."""
+        """Bytes of this rank's part of the gradients, with their sums and copies. With several
+        ranks also whole gradients during a step, or the buckets of DistributedDataParallel."""
         trained = self._trained
         elements = trained if self.ranks == 1 else trained + self._part(trained)
-        return elements * self.dtype_bytes
+        return elements * self.dtype_bytes + self._part(trained) * self.step_bytes_per_parameter
 
     @property
     def optimizer_bytes(self) -> int:

@@ -196,7 +196,7 @@ class Device:
         self,
         model: Path | None,
         shape: ModelShape | None,
-        optimizer_bytes: float | None,
+        config: Config,
         ranks: int | None,
     ) -> DeviceMemory | None:
         """Memory of the device, with that of weights; None without --device-memory.
@@ -217,11 +217,14 @@ class Device:
                 "predicted. Add a model, such as --model Qwen/Qwen3-8B."
             )
         parameters, embeddings = parameters_of_model(model, shape)
+        sums = 4 if config.grad_accumulation_dtype == "float32" else 0
+        copies = shape.dtype_bytes if config.restore_grads else 0
         return DeviceMemory(
             total_bytes=total,
             parameters=parameters,
             dtype_bytes=shape.dtype_bytes,
-            optimizer_bytes_per_parameter=optimizer_bytes,
+            optimizer_bytes_per_parameter=config.optimizer_bytes_per_parameter,
+            step_bytes_per_parameter=sums + copies,
             trained_share=self.trained_share,
             ranks=ranks or 1,
             sharded=self.shard == "fully",

@@ -192,8 +192,7 @@ class Plan:
         that exclude each other."""
         if self.ranks is not None:
             check_ranks(self.ranks)
-        each = self.config.optimizer_bytes_per_parameter
-        device = self.device.memory(model, shape, each, self.ranks)
+        device = self.device.memory(model, shape, self.config, self.ranks)
         if self.lanes is not None and self.stages is None:
             raise ConfigError(
                 f"lanes is {self.lanes}, and stages is not set. Add the stages, as in --stages 4."
