@@ -162,7 +162,8 @@ class Plan:
         shown = text.answers(first, totals, partings)
         shown |= {} if model is None else {"dtype": self.memory.dtype_text(model)}
         shown |= text.memory_answers(peak, of_rank.checkpointing, device)
-        shown |= text.cost_answers(totals, self.config, limited=planner.budget_bytes is not None)
+        limited = planner.budget_bytes is not None
+        shown |= text.cost_answers(totals, self.config, self._unused(totals), limited=limited)
         shown |= {} if longest is None else {"longest": str(longest)}
         shown |= text.plan_answers(first, totals)
         shown["next"] = text.further(
@@ -205,6 +206,25 @@ class Plan:
                 "predicted. Give one of the two."
             )
         return device
+
+    def _unused(self, totals: Totals) -> list[str]:
+        """Options of this command that are set and change nothing, with the reason."""
+        given, config, found = self.device, self.config, list[str]()
+        fixed = {
+            f"--trained-share {given.trained_share:g}": given.trained_share != 1,
+            f"--shard {given.shard}": given.shard != "fully",
+            "--optimizer-bytes-per-parameter": config.optimizer_bytes_per_parameter is not None,
+            "--grad-accumulation-dtype float32": config.grad_accumulation_dtype == "float32",
+            "--restore-grads": config.restore_grads,
+        }
+        options = " and ".join(option for option, is_set in fixed.items() if is_set)
+        if options and given.device_memory is None:
+            found.append(f"{options}: without --device-memory fixed memory is not counted")
+        elif given.shard != "fully" and (self.ranks or 1) == 1:
+            found.append(f"--shard {given.shard}: one rank holds the whole model")
+        if self.frozen_encoder and not totals.encoders.places:
+            found.append("--frozen-encoder: the rollouts have no images or videos")
+        return found
 
     def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
         if source.trace is not None and self.limit is None and self.batch_rollouts is None:

@@ -134,11 +134,14 @@ def _of_each_rank(device: DeviceMemory) -> str:
     return f"{part} of all and, in a step, {gathered} of gathered weights and all gradients"
 
 
-def cost_answers(totals: Totals, config: Config, *, limited: bool) -> dict[str, str]:
+def cost_answers(
+    totals: Totals, config: Config, unused: Sequence[str], *, limited: bool
+) -> dict[str, str]:
     """Lines about the cost of memory limits and options, and about options without effect, by their
     names.
 
-    `limited`: whether there is a memory budget.
+    `unused`: further options without effect, with the reason. `limited`: whether there is a memory
+    budget.
     """
     found: dict[str, str] = {}
     if totals.unlimited_cost:
@@ -151,7 +154,7 @@ def cost_answers(totals: Totals, config: Config, *, limited: bool) -> dict[str, 
         "--prefix-cache host": config.prefix_cache == "host",
     }
     options = " and ".join(option for option, is_set in idle.items() if is_set)
-    none = []
+    none = [*unused]
     if options and not totals.forking:
         none.append(f"{options}: no microbatch reads another")
     if config.head_logits == "recompute" and not limited:
