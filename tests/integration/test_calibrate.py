@@ -148,6 +148,22 @@ def test_the_plan_command_takes_it(
         assert (json.loads(capsys.readouterr().out)["predicted_ms"] is not None) == predicts
 
 
+def test_the_dtype_is_that_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a plan for the same configuration takes the file."""
+    file, found = tmp_path / "rollouts.jsonl", tmp_path / "found.json"
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL | {"dtype": "bfloat16"}), encoding="utf-8")
+    save_rollouts(file, list(forked_batch()))
+    measure = ["calibrate", "--model", str(config), "--output", str(found), "--json"]
+    assert main([*measure, "--max-seconds", "0.01"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "bfloat16"
+    plan = ["plan", str(file), "--model", str(config), "--calibration", str(found), "--json"]
+    assert main(plan) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_ms"] is not None
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of calibrations, empty; CPUs are measured."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
-from forkpoint.apps.cli.options import DtypeName, Flag, ModelPath
+from forkpoint.apps.cli.options import Flag, Memory, ModelDtype, ModelPath
 from forkpoint.apps.cli.output import Output, check_output
 from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.calibration import calibration_path, calibrations_folder
@@ -32,7 +32,8 @@ class Calibrate:
         model: A model's folder or its config.json.
         output: File to write. Policies find the default file. For another file set
             Config(calibration=...) or --calibration.
-        dtype: Dtype of the model's parameters.
+        dtype: Dtype of the model's parameters. auto takes that of the model's configuration, or
+            float32 if it names none.
         device: Device to measure. auto takes a CUDA device if there is one.
         blocks: Whether decoder blocks are compiled, as they will be in training. auto compiles on
             CUDA.
@@ -43,7 +44,7 @@ class Calibrate:
 
     model: ModelPath
     output: File = None
-    dtype: DtypeName = "float32"
+    dtype: ModelDtype = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blocks: Literal["auto", "compiled", "eager"] = "auto"
     max_seconds: Annotated[float, arg(metavar="S")] = 110.0
@@ -55,14 +56,14 @@ class Calibrate:
         if not self.max_seconds > 0:
             raise ConfigError(f"max_seconds is {self.max_seconds}; it takes a number above 0.")
         with torchrun.process_group(self.device), out.waiting("measuring"):
-            found = torchrun.from_the_first(self._measured)
+            found, dtype = torchrun.from_the_first(self._measured)
             if torchrun.size() > 1:
                 found = replace(found, link=torchrun.measured_link(self.device))
             path = self.output
             path = path or calibration_path(found.device, found.shape, compiled=found.compiled)
             if torchrun.local_rank() == 0:
                 found.save(path)
-        out.show(found.describe(), f"written: {path}")
+        out.show(f"{found.describe()}; parameters in {dtype}", f"written: {path}")
         if found.link is not None:
             rates = (found.link.gather_bytes_per_ms, found.link.send_bytes_per_ms)
             gathering, sending = (f"{rate / 1e6:.3g} GB/s" for rate in rates)
@@ -72,18 +73,21 @@ class Calibrate:
                 "command": "calibrate",
                 "output": path,
                 "device": found.device,
+                "dtype": dtype,
                 "compiled": found.compiled,
                 "seconds": found.seconds,
             }
         )
         return 0
 
-    def _measured(self) -> "Calibration":
+    def _measured(self) -> "tuple[Calibration, str]":
+        """The calibration, and the dtype that it was measured in."""
         from forkpoint.apps.cli.models import out_of_memory_explained, shallow_models
         from forkpoint.step.calibrate.calibrator import THOROUGH, calibrate
 
-        make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
+        dtype = Memory(dtype=self.dtype).dtype_of(self.model)
+        make, shape = shallow_models(self.model, dtype=dtype, device=self.device)
         compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]
         efforts = {k: replace(e, max_seconds=self.max_seconds) for k, e in THOROUGH.items()}
         with out_of_memory_explained():
-            return calibrate(make, shape, compile_blocks=compiled, efforts=efforts)
+            return calibrate(make, shape, compile_blocks=compiled, efforts=efforts), dtype
