@@ -404,14 +404,21 @@ def test_options_without_an_effect_are_named(shell: Shell, rollouts: Path, confi
     assert said in shell(*across, *logits).out
     for limit in (("--memory-budget", "8MiB"), ("--device-memory", "16GB")):
         assert "no effect" not in shell(*across, *logits, *limit).out
-    counts = ("--trained-share", 0.5, "--shard", "none", "--restore-grads")
+
+
+def test_options_of_a_device_without_an_effect_are_named(
+    shell: Shell, rollouts: Path, config: Path
+) -> None:
+    plan = ("plan", rollouts, "--model", config, "--trained-share", 0.5, "--shard", "none")
     said = "--trained-share 0.5 and --shard none and --restore-grads: without --device-memory fixed"
-    assert f"no effect     {said} memory is not counted" in shell(*across, *counts).out
-    alone = shell(*across, *counts, "--frozen-encoder", "--device-memory", "16GB").out
+    assert f"no effect     {said} memory is not counted" in shell(*plan, "--restore-grads").out
+    alone = shell(*plan, "--frozen-encoder", "--device-memory", "16GB").out
     said = "--shard none: one rank holds the whole model; --frozen-encoder: the rollouts have no"
     assert f"no effect     {said} images or videos\n" in alone
-    ranks = ("--ranks", 2, "--device-memory", "16GB")
-    assert "no effect" not in shell(*across, *counts, *ranks).out
+    ranks = (*plan, "--restore-grads", "--ranks", 2, "--device-memory", "16GB")
+    assert "no effect" not in shell(*ranks).out
+    ways = shell(*ranks, "--gather", "step", "--split", "replicate").out
+    assert "no effect     --gather step and --split replicate: --ranks predicts gathers for" in ways
 
 
 def test_sums_and_copies_of_gradients_are_counted(

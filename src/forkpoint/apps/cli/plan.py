@@ -222,6 +222,12 @@ class Plan:
             found.append(f"{options}: without --device-memory fixed memory is not counted")
         elif given.shard != "fully" and (self.ranks or 1) == 1:
             found.append(f"--shard {given.shard}: one rank holds the whole model")
+        of_ranks = {f"--{n} {getattr(config, n)}": getattr(config, n) for n in ("gather", "split")}
+        if options := " and ".join(option for option, how in of_ranks.items() if how != AUTO):
+            found.append(
+                f"{options}: --ranks predicts gathers for each microbatch, with and without "
+                "exchanged prompts"
+            )
         if self.frozen_encoder and not totals.encoders.places:
             found.append("--frozen-encoder: the rollouts have no images or videos")
         return found
