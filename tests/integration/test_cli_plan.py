@@ -434,6 +434,13 @@ def test_sums_and_copies_of_gradients_are_counted(
     assert (summed, copied) == (3 * plain, 4 * plain)
 
 
+def test_checkpointing_by_the_model_is_named(shell: Shell, rollouts: Path, config: Path) -> None:
+    plan = ("plan", rollouts, "--model", config, "--gradient-checkpointing")
+    assert "of activations, the model's own checkpointing; see" in shell(*plan).out
+    refused = shell(*plan, "--checkpointing", "full").err
+    assert "gradient_checkpointing is set and checkpointing is 'full'; a step does not" in refused
+
+
 def test_a_plan_that_runs_nothing_is_said(shell: Shell, tmp_path: Path, config: Path) -> None:
     alike = [changed(rollout, advantage=0.0) for rollout in made_up_rollouts(groups=1)]
     file = write_rollouts(tmp_path / "alike.jsonl", alike)

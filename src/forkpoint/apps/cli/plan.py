@@ -161,7 +161,8 @@ class Plan:
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
         shown = text.answers(first, totals, partings)
         shown |= {} if model is None else {"dtype": self.memory.dtype_text(model)}
-        shown |= text.memory_answers(peak, of_rank.checkpointing, device)
+        own = ["the model's own"] if self.memory.gradient_checkpointing else None
+        shown |= text.memory_answers(peak, own or of_rank.checkpointing, device)
         limited = planner.budget_bytes is not None
         shown |= text.cost_answers(totals, self.config, self._unused(totals), limited=limited)
         shown |= {} if longest is None else {"longest": str(longest)}
@@ -194,6 +195,12 @@ class Plan:
         if self.ranks is not None:
             check_ranks(self.ranks)
         device = self.device.memory(model, shape, self.config, self.ranks)
+        policy = self.config.checkpointing
+        if self.memory.gradient_checkpointing and policy not in (AUTO, "none"):
+            raise ConfigError(
+                f"gradient_checkpointing is set and checkpointing is {policy!r}; a step does not "
+                "take both. Leave one of them out."
+            )
         if self.lanes is not None and self.stages is None:
             raise ConfigError(
                 f"lanes is {self.lanes}, and stages is not set. Add the stages, as in --stages 4."
