@@ -432,6 +432,9 @@ def test_sums_and_copies_of_gradients_are_counted(
         for given in ((), float32, (*float32, "--restore-grads"))
     )
     assert (summed, copied) == (3 * plain, 4 * plain)
+    ranks = (*plan, *float32, "--ranks", 2)
+    assert "fully_shard adds up gradients itself" in shell(*ranks).err
+    assert shell(*ranks, "--shard", "none").code == 0
 
 
 def test_checkpointing_by_the_model_is_named(shell: Shell, rollouts: Path, config: Path) -> None:

@@ -201,6 +201,12 @@ class Plan:
                 f"gradient_checkpointing is set and checkpointing is {policy!r}; a step does not "
                 "take both. Leave one of them out."
             )
+        sharded = self.device.shard == "fully" and (self.ranks or 1) > 1
+        if sharded and self.config.grad_accumulation_dtype == "float32":
+            raise ConfigError(
+                "grad_accumulation_dtype is 'float32' and shard is 'fully'; fully_shard adds up "
+                "gradients itself, in its reduce_dtype. Leave the option out, or add --shard none."
+            )
         if self.lanes is not None and self.stages is None:
             raise ConfigError(
                 f"lanes is {self.lanes}, and stages is not set. Add the stages, as in --stages 4."
