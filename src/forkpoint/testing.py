@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.refusals import ReadOnlyHook as ReadOnlyHook
 from forkpoint.hosts.upcasts import lifted_upcasts as lifted_upcasts
 from forkpoint.ops.attention import Kernel, registry
@@ -66,6 +67,11 @@ def tiny_model(
     if critic:
         sizes |= {"num_labels": 1, "classifier_dropout": 0.0}
     config = AutoConfig.for_model(family, **{**sizes, **changes})
+    if config.get_text_config() is not config:
+        raise UnsupportedError(
+            f"{family} is multimodal, and its model would have its full size. Give a family of "
+            "text models, such as qwen3."
+        )
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     softcap = getattr(config, "attn_logit_softcapping", None)

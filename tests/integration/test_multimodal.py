@@ -20,7 +20,7 @@ from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.losses.base import as_loss
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts
+from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
 from multimodal_models import IMAGE, VISION, tiny_multimodal
 from versions import skip_hidden_biases
@@ -240,3 +240,9 @@ def test_the_command_verify_takes_a_folder(shell: Shell, rollouts: Path, tmp_pat
     done = shell("verify", rollouts, "--model", folder, "--dtype", "float64", "--limit-groups", 2)
     assert done.code == 0, done.out
     assert shell("plan", rollouts, "--model", folder).code == 0
+
+
+def test_a_tiny_model_is_one_of_text() -> None:
+    """Sizes of a multimodal model are in parts of its configuration."""
+    with pytest.raises(UnsupportedError, match="gemma3 is multimodal, and its model would have"):
+        tiny_model("gemma3")
