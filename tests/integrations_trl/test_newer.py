@@ -90,10 +90,12 @@ def test_a_model_whose_results_depend_on_padding(tmp_path: Path) -> None:
     assert pair.apart < 2e-6
 
 
+@pytest.mark.parametrize("masks", [False, True])
 def test_few_tokens_are_compared_with_those_of_their_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    masks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Differences at one token say little about the size of rounding."""
+    """Differences at one token say little about the size of rounding; masked completions have no
+    tokens."""
     compared: list[int] = []
     known = heads._compared
 
@@ -102,9 +104,10 @@ def test_few_tokens_are_compared_with_those_of_their_prompts(
         return known(policy, model, rows, *rest)
 
     monkeypatch.setattr(heads, "_compared", spied)
-    pair = Pair("grpo", tmp_path, max_completion_length=1)
+    pair = Pair("grpo", tmp_path, max_completion_length=1, mask_truncated_completions=masks)
     assert len(compared) == 1 and compared[0] > 4
-    assert pair.apart < 2e-6
+    assert any(bool(gradient.any()) for gradient in pair.expected.values()) is not masks
+    assert masks or pair.apart < 2e-6
 
 
 STATEFUL = """

@@ -135,6 +135,24 @@ def test_a_head_of_one_rank_alone(tmp_path: Path) -> None:
     assert "another rank has found" in first and "at temperature 0.9" in second
 
 
+def _masked(folder: Path) -> int:
+    """Steps of a training whose completions are all masked."""
+    _begin()
+    options = {"mask_truncated_completions": True, "max_completion_length": 1, "max_steps": 3}
+    options |= {"per_device_train_batch_size": 1, "num_generations": 2, "num_iterations": 3}
+    trainer = setups.trainer(
+        "rloo", OURS["rloo"], folder, made={"model": setups.mixture()}, **options
+    )
+    _shard(trainer)
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_masked_completions_on_sharded_ranks(tmp_path: Path) -> None:
+    """A forward between the micro-batches would gather weights anew."""
+    assert run_ranks(2, _masked, tmp_path, limit_s=120.0) == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("kind", "sharded", "options"),
     [

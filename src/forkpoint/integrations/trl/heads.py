@@ -63,6 +63,8 @@ class HeadChecks:
         known = core.base_model is core or any(a is model and b is head for a, b in self._known)
         if known or not policy.config.self_check:
             return
+        if not bool((rows.scored & rows.present).any()):  # completions may all be masked
+            rows = rows.with_prompts()
         counts_B = (rows.scored & rows.present).sum(1)
         # The row with the most tokens, and the row that begins last, because results may depend on
         # padding.
