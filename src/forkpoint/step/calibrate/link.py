@@ -20,36 +20,31 @@ REPEATS = 7
 
 
 def measure_link(
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    sizes: tuple[int, int] = SIZES,
-    repeats: int = REPEATS,
+    device: torch.device, *, sizes: tuple[int, int] = SIZES, repeats: int = REPEATS
 ) -> Link:
-    """Measure the link of a process group, by default the default group. Collective.
+    """Measure the link of the default group, of at least two ranks. Collective.
 
     Args:
-        group: of at least two ranks.
         sizes: bytes that each rank receives, the smaller first.
         repeats: how often each size is timed, after one round to warm up. The median counts.
 
     Returns the same on all ranks.
     """
-    size = dist.get_world_size(group)
+    size = dist.get_world_size()
     assert size > 1 and sizes[0] < sizes[1]
     times = []
     for nbytes in sizes:
         for make in (_gathers, _sends):
-            run = make(device, group, nbytes)
-            _timed(run, device, group)
-            times.append(median(_timed(run, device, group) for _ in range(repeats)))
+            run = make(device, nbytes)
+            _timed(run, device)
+            times.append(median(_timed(run, device) for _ in range(repeats)))
     # The slowest rank's time, the same on all ranks.
     found = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
     gather_small, send_small, gather_large, send_large = found.tolist()
     gather_rate, gather_latency = _line(sizes, (gather_small, gather_large))
     send_rate, send_latency = _line(sizes, (send_small, send_large))
-    backend = str(dist.get_backend(group))
+    backend = str(dist.get_backend())
     return Link(
         ranks=size,
         backend="nccl" if device.type == "cuda" else "gloo" if "gloo" in backend else backend,
@@ -60,29 +55,25 @@ def measure_link(
     )
 
 
-def _gathers(
-    device: torch.device, group: dist.ProcessGroup | None, nbytes: int
-) -> Callable[[], None]:
-    size = dist.get_world_size(group)
+def _gathers(device: torch.device, nbytes: int) -> Callable[[], None]:
+    size = dist.get_world_size()
     own = torch.zeros(max(1, nbytes // (size - 1)), dtype=torch.uint8, device=device)
     every = list(torch.empty((size, len(own)), dtype=torch.uint8, device=device))
 
     def run() -> None:
-        dist.all_gather(every, own, group=group)
+        dist.all_gather(every, own)
 
     return run
 
 
-def _sends(
-    device: torch.device, group: dist.ProcessGroup | None, nbytes: int
-) -> Callable[[], None]:
-    here, size = dist.get_rank(group), dist.get_world_size(group)
+def _sends(device: torch.device, nbytes: int) -> Callable[[], None]:
+    here, size = dist.get_rank(), dist.get_world_size()
     out, back = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def run() -> None:
         operations = [
-            dist.P2POp(dist.isend, out, group=group, group_peer=(here + 1) % size),
-            dist.P2POp(dist.irecv, back, group=group, group_peer=(here - 1) % size),
+            dist.P2POp(dist.isend, out, (here + 1) % size),
+            dist.P2POp(dist.irecv, back, (here - 1) % size),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -90,9 +81,9 @@ def _sends(
     return run
 
 
-def _timed(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
+def _timed(run: Callable[[], None], device: torch.device) -> float:
     """Milliseconds of one call. All ranks begin it together."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
     begin = time.perf_counter()
     run()
