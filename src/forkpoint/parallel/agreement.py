@@ -130,28 +130,16 @@ class Agreement:
     encoders: CommonEncoders | None = None
     """Encoder runs of all ranks, if ranks with different batches run in lockstep."""
 
-    @property
-    def lockstep(self) -> bool:
-        """Whether all ranks run programs of one common shape."""
-        return self.gathering is not None and self.gathering.taken == "microbatch"
-
     def step(self, ranks: DataRanks, *, mean: bool) -> RankStep:
         """Make the step. `mean`: whether each rank has a separate loss."""
         digest = ""
-        if self.lockstep:
+        if self.gathering is not None and self.gathering.taken == "microbatch":
             shape = "".join(
                 f"{i.operation}{i.slot}{i.ends_at}{i.keeps_graph};"
                 for i in self.program.instructions
             )
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-        return RankStep(
-            ranks,
-            any_trains=self.trains,
-            mean=mean,
-            lockstep=self.lockstep,
-            digest=digest,
-            parts=self.parts,
-        )
+        return RankStep(ranks, any_trains=self.trains, mean=mean, digest=digest, parts=self.parts)
 
 
 def agreed(

@@ -41,8 +41,6 @@ class RankStep:
     mean: bool = False
     """Whether each rank has a separate loss, whose gradients are reduced as in ordinary training.
     Otherwise the losses of ranks are parts of one loss."""
-    lockstep: bool = False
-    """Whether ranks wait for one another within the step."""
     digest: str = ""
     """Digest of the common shape of all programs."""
     parts: tuple[RolloutBatch, ...] = ()
