@@ -44,7 +44,6 @@ def test_ranks_that_relations_connect(
     topology = Topology(rank, groups[rank], members, batches)
     assert topology.contributors == contributors
     assert topology.shares_batches == (len(contributors) < len(members))
-    assert topology.splits_modules == ("tensor" in groups[rank])
 
 
 def test_partition_of_all_ranks() -> None:
@@ -54,7 +53,7 @@ def test_partition_of_all_ranks() -> None:
 
 def test_a_rank_alone() -> None:
     alone = Topology()
-    assert alone.contributors == (0,) and not alone.shares_batches and not alone.splits_modules
+    assert alone.contributors == (0,) and not alone.shares_batches
 
 
 class Part(Holder):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forkpoint.parallel.ranks import group_leaders
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import IntArray
 
@@ -157,11 +158,6 @@ class Topology:
     """The places of each microbatch that this rank runs."""
 
     @property
-    def splits_modules(self) -> bool:
-        """Whether each rank computes a part of a module, with collectives inside its forward."""
-        return "tensor" in self.relations
-
-    @property
     def shares_batches(self) -> bool:
         """Whether any two ranks have the same batch."""
         return len(self.contributors) < len(self.members)
@@ -170,7 +166,7 @@ class Topology:
     def contributors(self) -> tuple[int, ...]:
         """For each batch, the index among members of the rank whose loss, counts and per-token
         values count. Other ranks of the batch compute the same values."""
-        return tuple(self.batches.index(batch) for batch in sorted(set(self.batches)))
+        return group_leaders(self.batches)
 
 
 def connected(

@@ -61,7 +61,7 @@ class RankComm:
         self.links: Links = links
         self.staged: bool = "stage" in group.relations
         """Whether this rank has some of the blocks."""
-        parts = group.topology.reduces or group.topology.splits_modules
+        parts = group.topology.reduces or "tensor" in group.relations
         self.whole: bool = not (parts or self.staged)
         """Whether this rank has the whole model and can run it without other ranks."""
 
