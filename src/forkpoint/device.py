@@ -1,7 +1,9 @@
 """Names of devices, versions of software, and copies of tensors and arrays to devices."""
 
 import platform
+import time
 from importlib import metadata
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,3 +69,20 @@ def on_device(
     host = torch.as_tensor(np.ascontiguousarray(values), device="cpu")
     host = host if dtype is None else host.to(dtype)
     return to_device(host, device) if host.numel() else torch.empty_like(host, device=device)
+
+
+def mark(device: torch.device) -> float | torch.cuda.Event:
+    """A moment of a device's work, for `between_ms`. Does not wait for the device."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_ms(begin: Any, end: Any) -> float:
+    """Milliseconds between two marks. Waits for the second one."""
+    if isinstance(end, float):
+        return (end - begin) * 1e3
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -36,6 +36,7 @@ from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration, Cur
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic, calibrator, microbatches
+from forkpoint.step.calibrate import clock as clock_file
 from forkpoint.step.calibrate import parts as parts_module
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
@@ -294,7 +295,7 @@ def test_a_steady_time_is_a_share_of_that_behind_products(monkeypatch: pytest.Mo
     clock = cpu_clock()
     assert clock.steady_share(int, abs, Times(1, 1)) == 1.0, "a CPU has no clock to tell apart"
     clock.kind, marks = "cuda", itertools.count()
-    monkeypatch.setattr(clock, "_mark", lambda: next(marks) / 1e3)
+    monkeypatch.setattr(clock_file, "mark", lambda _: next(marks) / 1e3)
     cases = [(1.25, 0.0, 0.8), (1.25, 1.1, 1.0), (0.9, 0.0, 1.0), (9.0, 0.0, 0.7)]
     for whole, issued, share in cases:
         alone = Times(whole / 2, whole / 2, issued)

@@ -25,11 +25,11 @@ from steps import (
 from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
+from forkpoint.engine import timing
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import GradientGuard
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.staging import PlainTransfers
-from forkpoint.engine.timing import Timing
 from forkpoint.engine.transaction import CLEARED, UNCHANGED, ThreadState
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.compiled import CompiledBlocks
@@ -72,7 +72,7 @@ class Injector:
         self.target: tuple[str, int] | None = None
         self.error: type[BaseException] = ModelError
         self.alive: list[weakref.ref[Any]] = []
-        mark, buffers = Timing._mark, PrefixCache.buffers
+        mark, buffers = timing.mark, PrefixCache.buffers
         mlp = model.get_submodule("model.layers.1.mlp")
         forward = type(mlp).forward
 
@@ -85,8 +85,8 @@ class Injector:
                     x.register_hook(lambda _: self.reach("backward"))
             return forward(module, x)
 
-        def counting_mark(timer: Timing) -> Any:
-            marked = mark(timer)
+        def counting_mark(device: torch.device) -> Any:
+            marked = mark(device)
             self.marks += 1
             self.reach("between")
             return marked
@@ -98,7 +98,7 @@ class Injector:
 
         # Not a hook: around hooked modules torch keeps tensors in closures, these in tracebacks.
         monkeypatch.setattr(type(mlp), "forward", watched_forward)
-        monkeypatch.setattr(Timing, "_mark", counting_mark)
+        monkeypatch.setattr(timing, "mark", counting_mark)
         monkeypatch.setattr(PrefixCache, "buffers", remembering_buffers)
 
     def arm(self, place: str, event: int, error: type[BaseException]) -> None:

@@ -1,11 +1,11 @@
 """Events of a pass and their milliseconds, without a device sync between them."""
 
-import time
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from forkpoint.device import between_ms, mark
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.plan.plan import Plan
@@ -26,7 +26,6 @@ class Timing(Feature):
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.events: list[str] = []
         self._plan = plan
-        self._cuda = device.type == "cuda"
         self._device = device
         self._phases: list[str] = []
         self._marks: list[Any] = []
@@ -36,7 +35,7 @@ class Timing(Feature):
         """Times at which tensors of other stages had arrived, by index of the instruction."""
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        self._marks.append(self._mark())
+        self._marks.append(mark(self._device))
         if not instruction.runs_microbatch:
             forward = instruction.operation in (SHARE, ENCODE)
             phase = PREFIX_FORWARD if forward else PREFIX_BACKWARD
@@ -46,32 +45,23 @@ class Timing(Feature):
         self.events.append(self._plan.event(instruction))
 
     def after_receive(self, instruction: Instruction) -> None:
-        self._received[len(self.events) - 1] = self._mark()
+        self._received[len(self.events) - 1] = mark(self._device)
 
     def end(self) -> None:
         """Record the end of the last instruction, and wait for the device."""
-        self._marks.append(self._mark())
-        if self._cuda:
+        self._marks.append(mark(self._device))
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _ms(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
 
     def each_ms(self) -> tuple[float, ...]:
         """Milliseconds of each event."""
-        return tuple(self._ms(begin, end) for begin, end in pairwise(self._marks))
+        return tuple(between_ms(begin, end) for begin, end in pairwise(self._marks))
 
     def waits_ms(self) -> tuple[float, ...]:
         """Milliseconds that each event waited for tensors of other stages."""
-        received = (self._received.get(at, mark) for at, mark in enumerate(self._marks[:-1]))
-        return tuple(self._ms(mark, end) for mark, end in zip(self._marks, received, strict=False))
+        begins = self._marks[:-1]
+        received = (self._received.get(at, begin) for at, begin in enumerate(begins))
+        return tuple(map(between_ms, begins, received))
 
     def totals_ms(self) -> dict[str, float]:
         """Milliseconds of every phase."""

@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from forkpoint.device import between_ms, mark
+
 BUSY_SIZE = 8192
 STEADY = 6
 """Least number of timed repeats. The same number of untimed repeats runs first."""
@@ -70,14 +72,14 @@ class Clock:
         for _ in range(1 + self.repeats):
             begin = time.perf_counter()
             self._keep_busy()
-            issued, marks = [time.perf_counter()], [self._mark()]
+            issued, marks = [time.perf_counter()], [mark(self.device)]
             result = forward()
             issued.append(time.perf_counter())
-            marks.append(self._mark())
+            marks.append(mark(self.device))
             backward(result)
             issued.append(time.perf_counter())
-            marks.append(self._mark())
-            device = [self._between(*marks[n : n + 2]) for n in (0, 1)]
+            marks.append(mark(self.device))
+            device = [between_ms(*marks[n : n + 2]) for n in (0, 1)]
             host = [(issued[n + 1] - issued[n]) * 1e3 * (self.kind == "cuda") for n in (0, 1)]
             self.seconds += (time.perf_counter() - begin) * bool(samples)
             samples.append(Times(*device, *host))
@@ -97,11 +99,11 @@ class Clock:
             return 1.0
         whole = alone.forward + alone.backward
         half = max(STEADY, round(STEADY_MS / whole))
-        begin, marks = time.perf_counter(), [self._mark()]
+        begin, marks = time.perf_counter(), [mark(self.device)]
         for _ in range(2 * half):
             backward(forward())
-            marks.append(self._mark())
-        steady = self._between(marks[half], marks[-1]) / half
+            marks.append(mark(self.device))
+        steady = between_ms(marks[half], marks[-1]) / half
         self.seconds += time.perf_counter() - begin
         return min(1.0, max(LEAST_SHARE, steady / whole))
 
@@ -117,17 +119,3 @@ class Clock:
     def typical(self, samples_ms: list[float]) -> float:
         """The median; on a CPU the minimum, because other load of the machine can only add time."""
         return median(samples_ms) if self.kind == "cuda" else min(samples_ms)
-
-    def _mark(self) -> float | torch.cuda.Event:
-        if self.kind != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        if isinstance(begin, float) and isinstance(end, float):
-            return (end - begin) * 1e3
-        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return begin.elapsed_time(end)
