@@ -287,16 +287,16 @@ class Engine:
         host, config, plan, changes = self.host, self.config, self.plan, self.transaction.changes
         mark, training = changes.mark, microbatch_loss is not None
         timing = Timing(plan, host.device)
-        traffic = None if self.staging is None else OffloadStats()
-        activations = hosted = gathered = None
+        traffic = activations = hosted = gathered = None
+        if self.staging is not None:
+            traffic = OffloadStats()
+            changes.later(self.staging.finish, traffic)
         if training:
             activations = Activations(plan, self.inputs, host, self.staging, traffic)
-            changes.later(activations.close)
         if plan.host_layers:
             assert self.staging is not None and traffic is not None and plan.shape is not None
             layers = plan.shape.attention_layers
             hosted = HostCache(self.staging, traffic, hosted=plan.host_layers, layers=layers)
-            changes.later(hosted.finish)
         cache = PrefixCache(
             plan.cache_tokens, gradients=training, cache_states=plan.cache_states, host=hosted
         )

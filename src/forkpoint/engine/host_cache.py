@@ -11,7 +11,6 @@ Boundary gradients without a contribution are zeros, which are made on the devic
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -302,12 +301,3 @@ class HostCache:
             else:
                 total[first:last].zero_()
         return pairs
-
-    def finish(self) -> None:
-        """End the pass, also after a failure: wait for running copies and free host memory."""
-        # A device that has failed ends copies as well; its error is raised already.
-        with suppress(RuntimeError):
-            self._transfers.drain()
-        self._fetched.clear()
-        self._hosted.clear()
-        self._staging.finish(self._stats)

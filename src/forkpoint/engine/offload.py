@@ -17,7 +17,6 @@ have more. Gradients are not subtracted, because the memory budget leaves room f
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -287,12 +286,10 @@ class Activations(Feature):
         """The offloaded microbatch whose backward follows directly, by microbatch."""
         self._staging = staging
         self._open: dict[int, SavedTensors] = {}
-        self.stats: OffloadStats | None = None
-        """Counts of copies; None if no microbatch is offloaded."""
+        self._stats = stats or OffloadStats()
         self._held: frozenset[int] = frozenset()
         if self._offloads:
             assert staging is not None, "a microbatch is offloaded, and there is nowhere to"
-            self.stats = stats
             tensors = [
                 *(p for _, p in host.named_parameters()),
                 *host.group.whole_parameters(),
@@ -300,17 +297,6 @@ class Activations(Feature):
                 *(x for inputs in prepared for x in vars(inputs).values() if isinstance(x, Tensor)),
             ]
             self._held = frozenset(storage_id(x) for x in tensors)
-
-    def close(self) -> None:
-        """End the pass, also after a failure: wait for running copies and free host memory."""
-        if self.stats is None or self._staging is None:
-            return
-        if self._open:
-            # A device that has failed ends copies as well; its error is raised already.
-            with suppress(RuntimeError):
-                self._staging.transfers.drain()
-            self._open.clear()
-        self._staging.finish(self.stats)
 
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
         if not instruction.keeps_graph:
@@ -323,7 +309,7 @@ class Activations(Feature):
             self._stays,
             self._layers,
             staging=self._staging if offloads else None,
-            stats=self.stats or OffloadStats(),
+            stats=self._stats,
             then=None if follower is None else partial(self._prefetch, follower),
         )
         return saved.pack, saved.unpack

@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,12 @@ class Staging:
             (self._free_in_files if block.in_file else self._free).append(block)
 
     def finish(self, stats: OffloadStats) -> None:
-        """Free the frames of all microbatches, also after a failed pass, and write `stats`."""
+        """End a pass, also after a failure: wait for copies of frames that are in use, free these,
+        and write `stats`."""
+        if self._frames:
+            # A device that has failed ends copies as well; its error is raised already.
+            with suppress(RuntimeError):
+                self.transfers.drain()
         while self._frames:
             self.end(self._frames[-1])
         stats.host_bytes, stats.file_bytes = self.held_bytes, self.file_bytes
