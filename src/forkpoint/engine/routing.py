@@ -141,8 +141,11 @@ class Routing(Feature):
         routers: RouterSet,
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
+        *,
+        sums: bool = False,
     ) -> None:
-        """`routers`: routers of the host. `of_ranks`: None on a single process."""
+        """`routers`: routers of the host. `of_ranks`: None on a single process. `sums`: whether
+        passes without backwards compute the loss."""
         self.plan = plan
         # Counts cover all places, and after the first pass all layers. Sums of probabilities and
         # the loss are this rank's parts until they are read.
@@ -151,8 +154,7 @@ class Routing(Feature):
         self.terms = terms
         self.of_ranks = of_ranks
         self.outputs: RouterOutputs = RouterOutputs(len(routers.found))
-        self.sums: bool = False
-        """Whether passes without backwards compute the loss."""
+        self.sums: bool = sums
         device, self._dtype = host.device, host.loss_dtype
         self._device = device
         self.loss: Tensor = torch.zeros((), dtype=self._dtype, device=device)

@@ -138,7 +138,8 @@ def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     forced = request.replay if isinstance(request, ComparedRequest) else None
     routing = None
     if work is not None:
-        routing = Routing(plan, host, host.routers, work.terms, agreed.statistics)
+        sums = request.scores and request.router is not None
+        routing = Routing(plan, host, host.routers, work.terms, agreed.statistics, sums=sums)
     return Engine(
         host,
         policy.config,
@@ -157,11 +158,8 @@ def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
 def _score(engine: Engine, agreed: AgreedStep, request: ScoreRequest) -> Executed:
     """Run a pass of scores, and end it on all ranks."""
     routing, own = engine.routing, None
-    sums = routing is not None and request.router is not None
-    if routing is not None:
-        routing.sums = sums
     result = engine.score(entropy=request.entropy, program=agreed.program)
-    if routing is not None and sums:
+    if routing is not None and routing.sums:
         routing.gather(agreed.ranks)
         own = float(routing.value())
     ending = None if routing is None else partial(routing.ending, own)
