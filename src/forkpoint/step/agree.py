@@ -211,12 +211,7 @@ def _proposal(
         _described(policy, group, local, gather),
         held=_held(host, training=request.training),
         scale=None if local.averages else local.scale,
-        offer=Offer(
-            _program(plan, request.scores, gathers_any),
-            tuple(float(m.tokens) for m in plan.microbatches),
-            plans.costs,
-            plan.media,
-        ),
+        offer=_offer(_program(plan, request.scores, gathers_any), plan, plans.costs),
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         calibration=policy.model_state.to_agree(policy.host, policy.config),
         trains=plan.num_loss_entries > 0,
@@ -242,6 +237,10 @@ def _proposal(
             [_program(each, False, gathers_any) for each in sizes],
         ),
     )
+
+
+def _offer(program: Program, plan: Plan, costs: RankCosts) -> Offer:
+    return Offer(program, tuple(float(m.tokens) for m in plan.microbatches), costs, plan.media)
 
 
 def _described(
@@ -422,10 +421,4 @@ def _exchanging(
     if once is not None:
         once = lockstep if once is plan else exchanging(once)
     found = _priced(policy, local, lockstep, once, why_not, prompts)
-    offer = Offer(
-        lockstep.program,
-        tuple(float(m.tokens) for m in plan.microbatches),
-        found.costs,
-        lockstep.media,
-    )
-    return offer, found
+    return _offer(lockstep.program, lockstep, found.costs), found
