@@ -41,7 +41,7 @@ class GradientSums:
     So `.grad` is None while this collects.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], *, fp32: bool = True) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, fp32: bool) -> None:
         self.parameters = parameters
         self.fp32: bool = fp32
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -109,8 +109,8 @@ class GradientGuard:
         parameters: list[nn.Parameter],
         *,
         restore: bool,
-        sums: GradientSums | None = None,
-        holder: Holder | None = None,
+        sums: GradientSums | None,
+        holder: Holder,
     ) -> None:
         """`restore`: whether to copy earlier gradients, so that a failure can restore them. `sums`:
         of parameters whose `.grad` does not change until all backwards are done."""
@@ -124,7 +124,7 @@ class GradientGuard:
         """Whether the step may have changed some `.grad`."""
         self.began: bool = False
         """Whether any backward has begun."""
-        self.holder: Holder = holder or Holder()
+        self.holder = holder
 
     def begin(self) -> None:
         """Note that a backward is about to begin."""
