@@ -29,7 +29,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.plan.pricing import meters
@@ -118,15 +117,12 @@ def test_a_step_issues_no_collective_between_its_first_and_its_last() -> None:
 def chosen(budgets: tuple[int | None, ...], config: Config) -> tuple[str, str, int | None]:
     """How weights were held, why, and the budget that was kept to."""
     rank = dist.get_rank()
-
-    def own(self: MemoryBudgets, host: Any, config: Config) -> int | None:
-        return budgets[rank]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryBudgets, "_own", own)
         # By the time of the host alone, no order of equal microbatches is faster than another.
         patch.setattr(meters, "HOST_BLOCK_MS", 0.0)
         policy = forkpoint.wrap(sharded(model_of(Scenario())), config)
+        if (budget := budgets[rank]) is not None:
+            policy.use_memory_budget(budget)
         stats = policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO())
         plan = stats.plan
         again = policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO()).plan

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class MemoryBudgets:
 
     def __init__(self) -> None:
         self._bytes: dict[Hashable, int] = {}
-        self._agreed: dict[Hashable, int] = {}
+        """Budgets that were measured, set, lowered, or agreed on with other ranks."""
         self._host_bytes: int | None = None
         self._predicted: int | None = None
         self._warned = False
@@ -54,24 +55,16 @@ class MemoryBudgets:
         and bits do not change between steps. After their first step, all ranks use the smallest
         budget of any rank.
         """
-        own = self._own(host, config)
-        least = self._agreed.get((config.memory_budget, _key(config)))
-        return own if least is None else least if own is None else min(own, least)
-
-    def _own(self, host: Host, config: Config) -> int | None:
-        """The budget of this rank."""
-        if config.memory_budget != AUTO or host.device.type != "cuda":
-            return config.memory_budget_bytes
         key = _key(config)
-        if key not in self._bytes:
+        measures = config.memory_budget == AUTO and host.device.type == "cuda"
+        if measures and key not in self._bytes:
             parameters = [p for _, p in host.named_parameters()]
-            holder = host.group
             gather = "step" if config.gather == "step" else "microbatch"
-            besides = holder.held_bytes(gather) + holder.missing_bytes()
+            besides = host.group.held_bytes(gather) + host.group.missing_bytes()
             self._bytes[key] = measured_budget(
                 host.device, parameters, config, besides_bytes=besides
             )
-        return self._bytes[key]
+        return self._bytes.get(key, config.memory_budget_bytes)
 
     def of_host(self, host: Host, config: Config) -> int | None:
         """The limit of host memory in bytes; None is no limit. "auto" is measured once."""
@@ -83,7 +76,7 @@ class MemoryBudgets:
 
     def agree(self, config: Config, least_bytes: int) -> None:
         """Use the smallest budget of all ranks from now on."""
-        self._agreed[config.memory_budget, _key(config)] = least_bytes
+        self._bytes[_key(config)] = least_bytes
 
     def use(self, config: Config, size_bytes: int) -> None:
         """Use this budget instead of a measured one. Raises ConfigError if it is no size."""
@@ -93,7 +86,7 @@ class MemoryBudgets:
                 "the memory budget is None; it takes a number of bytes of at least 1. For no limit "
                 "set Config(memory_budget=None)."
             )
-        self._bytes[_key(config)] = found
+        self._bytes[_key(replace(config, memory_budget=AUTO))] = found
 
     def planned(self, plan: Plan) -> None:
         """Remember the last plan's predicted peak, and warn once if a plan does not fit."""
@@ -125,8 +118,10 @@ class MemoryBudgets:
 
 
 def _key(config: Config) -> Hashable:
-    """Options that change the memory that a step needs in addition to activations."""
+    """The option for the budget, and those that change the memory that a step needs in addition to
+    activations."""
     return (
+        config.memory_budget,
         config.optimizer_bytes_per_parameter,
         config.grad_accumulation_dtype,
         config.restore_grads,
