@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 from weakref import ref
 
 import numpy as np
@@ -587,10 +588,10 @@ def test_the_model_of_host_times_is_deep_where_layers_are_small() -> None:
 def test_rows_have_short_segments_whose_attention_is_not_part_of_a_block() -> None:
     host = host_of(small_model())
     rows = cpu_rows()
-    inputs, run = rows._row(host, 70, labelled=2)
-    assert np.bincount(inputs.segments).tolist() == [17, 17, 18, 18]
-    with host.entered():
-        assert run(inputs).shape == (4 * 2,)
+    run = rows._row(host, 70, labelled=2)
+    with host.entered(), patch.object(host, "forward", wraps=host.forward) as forward:
+        assert run().shape == (4 * 2,)
+    assert np.bincount(forward.call_args.args[1].segments).tolist() == [17, 17, 18, 18]
     # A block takes 3 and 5 ms and attention to 10 pairs 1 ms, the rest 2 ms, a label 0.5 ms.
     sizes, segments = [16, 64], [1, 4]
     causal = Curve((16, 64), (10.0, 1.0), (10.0, 1.0))

@@ -15,11 +15,7 @@ from torch import Tensor
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.engine import Engine, PassResult
-from forkpoint.engine.microbatches import (
-    CacheView,
-    MicrobatchInputs,
-    PreparedMicrobatches,
-)
+from forkpoint.engine.microbatches import CacheView, PreparedMicrobatches
 from forkpoint.engine.offload import storage_id
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.transaction import Transaction
@@ -127,11 +123,11 @@ class HostRow:
     def __init__(self, host: ModelHost, batch: RolloutBatch, config: Config) -> None:
         self._host = host
         self._blocks = BlockTimes(host)
-        self._inputs, self._forward = _prepared(host, batch, config)
+        self._forward = _prepared(host, batch, config)
 
     def run(self) -> None:
         with self._blocks.recorded(), self._host.entered():
-            loss = self._forward(self._inputs).sum()
+            loss = self._forward().sum()
             loss.backward()
         float(loss.detach())  # waits for the device
 
@@ -200,9 +196,9 @@ class Rows:
 
     def row_ms(self, host: ModelHost, tokens: int) -> Times:
         """Time the forward and backward of a row with one labelled token a segment."""
-        inputs, run = self._row(host, tokens, labelled=1)
+        run = self._row(host, tokens, labelled=1)
         with host.entered():
-            return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
+            return self.clock.times(run, lambda logprobs: logprobs.sum().backward())
 
     def host_row(
         self,
@@ -281,10 +277,10 @@ class Rows:
                 longer = max(2, 1 << math.ceil(math.log2(alone.host_ratio / MOST_HOST_RATIO)))
                 tokens = min(longer * tokens, longest)
                 alone = self.row_ms(host, tokens)
-            inputs, run = self._row(host, tokens, labelled=1)
+            run = self._row(host, tokens, labelled=1)
             with host.entered():
                 return self.clock.steady_share(
-                    lambda: run(inputs), lambda logprobs: logprobs.sum().backward(), alone
+                    run, lambda logprobs: logprobs.sum().backward(), alone
                 )
         return 1.0
 
@@ -300,7 +296,7 @@ class Rows:
     def _saved_bytes(self, host: ModelHost, tokens: int, policy: str) -> int:
         """Bytes of storages that autograd saves for a row, without parameters."""
         held = {storage_id(p) for _, p in host.named_parameters()}
-        inputs, run = self._row(host, tokens, labelled=1, checkpointing=policy)
+        run = self._row(host, tokens, labelled=1, checkpointing=policy)
         kept: dict[int, Tensor] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -310,7 +306,7 @@ class Rows:
 
         with host.entered():
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                logprobs = run(inputs)
+                logprobs = run()
             nbytes = sum(x.untyped_storage().nbytes() for x in kept.values())
             logprobs.sum().backward()
         return nbytes
@@ -323,9 +319,9 @@ class Rows:
         found = []
         for tokens in sizes[-2:]:
             labelled = max(1, min(tokens, HEAD_TOKENS) // self.num_segments(tokens))
-            inputs, run = self._row(host, tokens, labelled=labelled)
+            run = self._row(host, tokens, labelled=labelled)
             with host.entered():
-                logprobs = run(inputs)
+                logprobs = run()
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -348,8 +344,9 @@ class Rows:
 
     def _row(
         self, host: ModelHost, tokens: int, *, labelled: int, checkpointing: str = "none"
-    ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
-        """A row of `tokens` in segments. `labelled`: number of the last tokens of each."""
+    ) -> Callable[[], Tensor]:
+        """The forward of a row of `tokens` in segments. `labelled`: number of the last tokens of
+        each."""
         rng, count = np.random.default_rng(0), self.num_segments(tokens)
         rollouts = []
         for part in np.array_split(np.arange(tokens), count):
@@ -366,17 +363,15 @@ class Rows:
         return _prepared(host, RolloutBatch(rollouts), config)
 
 
-def _prepared(
-    host: ModelHost, batch: RolloutBatch, config: Config
-) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
-    """Inputs of the only microbatch of a plan, and its forward, which returns log-probs."""
+def _prepared(host: ModelHost, batch: RolloutBatch, config: Config) -> Callable[[], Tensor]:
+    """The forward of the only microbatch of a plan, which returns log-probs."""
     plan = make_plan(batch, host.shape, config)
     (inputs,) = PreparedMicrobatches(plan, batch, host.device)
     forward = plan.program.instructions[0]
 
-    def run(inputs: MicrobatchInputs) -> Tensor:
+    def run() -> Tensor:
         state = CacheView(plan, inputs.microbatch, PrefixCache(0, gradients=True))
         outputs = host.forward(forward, inputs, state, config)
         return outputs.per_token["logprobs"]
 
-    return inputs, run
+    return run
