@@ -8,8 +8,8 @@ import torch.distributed as dist
 from forkpoint.errors import ForkpointError, RankError
 from forkpoint.parallel.agreement import Proposal
 from forkpoint.parallel.ranks import DataRanks
-from forkpoint.parallel.step import Ending, described
-from forkpoint.parallel.watch import Watch
+from forkpoint.parallel.step import Ending
+from forkpoint.parallel.watch import Watch, described
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from forkpoint.errors import RankError
 from forkpoint.parallel.process_groups import next_number, process_group
-from forkpoint.parallel.watch import Watch, store_of
+from forkpoint.parallel.watch import Watch, described, store_of
 
 T = TypeVar("T")
 Phase = Literal["apart", "exchanging", "joined", "alone", "told", "settled"]
@@ -119,8 +119,7 @@ class DataRanks:
         """Tell ranks that this one may not come to collectives in which they wait. They end unless
         their call ends first, because all ranks had the same error or there were no collectives."""
         if self.watch is not None:
-            text = " ".join(str(error).split())
-            self.watch.stuck(f"{self.name}: {type(error).__name__}: {text}")
+            self.watch.stuck(f"{self.name}: {described(error)}")
 
     @property
     def name(self) -> str:

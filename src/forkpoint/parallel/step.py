@@ -13,6 +13,7 @@ from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
 from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import RouterEnd
+from forkpoint.parallel.watch import described
 from forkpoint.rollouts.batch import RolloutBatch
 
 T = TypeVar("T")
@@ -135,9 +136,3 @@ def _failed(rank: int, error: str) -> RankError:
         f"rank {rank} failed in this step, so no rank keeps its gradients: {error} Fix it there, "
         "then repeat the step on all ranks."
     )
-
-
-def described(error: BaseException) -> str:
-    """Describe an error in one line, for other ranks."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}."

@@ -175,6 +175,12 @@ def store_of(name: str) -> Store | None:
     return None if find is None else PrefixStore(f"forkpoint/{name}", find())
 
 
+def described(error: BaseException) -> str:
+    """Describe an error in one line, for other ranks."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}."
+
+
 def leave(message: str) -> None:
     """End this process at once, because its main thread waits in a collective and cannot be
     woken."""
