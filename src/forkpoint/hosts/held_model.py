@@ -160,13 +160,6 @@ class HeldModel:
         assert isinstance(weight, Tensor)
         return weight
 
-    @property
-    def _vocab_size(self) -> int:
-        """Number of token ids that are valid as inputs and, for a language model, as labels."""
-        known = self._embedding.shape[0]
-        # A critic predicts no tokens.
-        return min(known, self.entry.head.width()) if self.head == "logprobs" else known
-
     def shallow(self, layers: int) -> nn.Module | None:
         """A model with a few such layers, random weights and a small vocabulary, to measure a
         layer.
@@ -285,7 +278,10 @@ class HeldModel:
             if {"stage", "data"}.isdisjoint(self.topology.relations):  # else ranks agree on it
                 refusals.check_trainable(self.model, idle)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
-        batch.check_vocabulary(self._vocab_size)
+        known = self._embedding.shape[0]
+        if self.head == "logprobs":  # a critic predicts no tokens
+            known = min(known, self.entry.head.width())
+        batch.check_vocabulary(known)
         return fingerprint
 
     def _check_model(self) -> None:

@@ -263,7 +263,7 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
 
     Their backward runs the plan again, at the end of the user's backward.
     """
-    agreed, executed = run(policy, request, _keep)
+    agreed, executed = run(policy, request, lambda _, agreed, executed: (agreed, executed))
     host, per_token = policy.host, executed.passes.per_token
     names = (host.head, "entropies") if request.entropy else (host.head,)
     values = tuple(per_token[name] for name in names)
@@ -282,12 +282,6 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
     backward = partial(_run_backward, policy, first)
     pending = Pending(names, first, backward, listens=host.topology.listens)
     return Differentiable.apply(pending, len(values), *values, *pending.leaves)
-
-
-def _keep(
-    policy: StepPolicy, agreed: AgreedStep, executed: Executed
-) -> tuple[AgreedStep, Executed]:
-    return agreed, executed
 
 
 def _run_backward(policy: StepPolicy, first: FirstHalf, weights: GivenWeights) -> None:

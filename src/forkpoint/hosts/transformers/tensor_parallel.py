@@ -124,21 +124,16 @@ def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
     return ParallelForward(name, exchange.tp_mesh, exchange.ep_mesh, False, own)
 
 
-def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelForward]]:
-    """Name, module and split of each module that transformers splits over ranks."""
-    found = (
-        (name, module, parallel_forward(name or "the model", module))
-        for name, module in every_module(model)
-    )
-    return [(name, module, forward) for name, module, forward in found if forward is not None]
-
-
 def split_holder(model: nn.Module) -> "TensorSplit | None":
     """The holder of a model that transformers has split over ranks; None if it has not.
 
     Raises UnsupportedError for splits that have not been shown exact.
     """
-    splits = parallel_modules(model)
+    splits = [
+        (name, module, forward)
+        for name, module in every_module(model)
+        if (forward := parallel_forward(name or "the model", module)) is not None
+    ]
     if not splits:
         return None
     if Version(transformers.__version__).release < LEAST_VERSION:
