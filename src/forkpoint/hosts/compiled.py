@@ -49,19 +49,14 @@ class Compiling:
         self.announced: bool = False
         """Whether the first compilation was announced."""
 
-    def reason_for_eager(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why blocks on this device and of this dtype run eagerly; None if they are compiled."""
-        if self.asked is False:
-            return "compile_blocks is False"
+    def compiles(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether blocks on this device and of this dtype are compiled."""
         if self.failure is not None:
-            return f"the compiler failed ({self.failure})"
-        if self.asked:
-            return None
-        if device.type != "cuda":
-            return "by default they are compiled on CUDA alone (Config.compile_blocks)"
-        if dtype == torch.float64:
-            return "the model is float64: the compiler fails at gradients of its norms on CUDA"
-        return None
+            return False
+        if self.asked is not None:
+            return self.asked
+        # On CUDA, the compiler fails at gradients of norms in float64.
+        return device.type == "cuda" and dtype != torch.float64
 
     def give_up(self, error: Exception) -> bool:
         """Run blocks eagerly from now on if `error` is the compiler's; returns whether it is."""

@@ -174,7 +174,7 @@ class HeldModel:
     @property
     def compiles(self) -> bool:
         """Whether blocks run compiled."""
-        return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
+        return self.compiling.compiles(self.device, self._embedding.dtype)
 
     @property
     def head(self) -> Head:
