@@ -36,6 +36,11 @@ class Changes:
             self.later(attributes.pop, name, None)
         attributes[name] = value
 
+    def set_through(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of an object whose `vars` cannot be written, by `setattr`."""
+        self.later(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Make calls of a module run `forward`, with its hooks around it.
 

@@ -112,14 +112,10 @@ class CompiledBlocks:
         if not self.compiling.announced:
             self.compiling.announced = True
             _log.warning(ANNOUNCEMENT, len(blocks))
-        config = torch._dynamo.config
         for name, value in _dynamo_options(blocks).items():
-            changes.later(setattr, config, name, getattr(config, name))
-            setattr(config, name, value)
-        lazily = "force_non_lazy_backward_lowering"
-        functorch: Any = importlib.import_module("torch._functorch.config")
-        changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
-        setattr(functorch, lazily, True)
+            changes.set_through(torch._dynamo.config, name, value)
+        functorch = importlib.import_module("torch._functorch.config")
+        changes.set_through(functorch, "force_non_lazy_backward_lowering", True)
         forget_calls(self._handles, changes)
         inside = [tuple(module for _, module in every_module(block)) for block in blocks]
         number_modules(inside, self._places, changes)

@@ -76,12 +76,9 @@ def _replace_conversion(name: str, convert: Callable[[Tensor], Tensor], changes:
     changes.later(_restore_conversion, name)
     setattr(torch.Tensor, name, convert)
     # During compilation, tensors are of this class, which overrides the method.
-    changes.later(setattr, FunctionalTensor, name, getattr(FunctionalTensor, name))
-    setattr(FunctionalTensor, name, convert)
+    changes.set_through(FunctionalTensor, name, convert)
     # Compiled code is looked up by the model's code, which does not show these changes.
-    cache = "enable_autograd_cache"
-    changes.later(setattr, functorch_config, cache, getattr(functorch_config, cache))
-    setattr(functorch_config, cache, False)
+    changes.set_through(functorch_config, "enable_autograd_cache", False)
 
 
 def _restore_conversion(name: str) -> None:

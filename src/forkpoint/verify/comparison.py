@@ -156,8 +156,7 @@ class Comparison:
     def report(self, *, hold_routes: bool, progress: Callable[[str], None] | None) -> VerifyReport:
         host, comm, batch = self.host, self.comm, self.batch
         for p in host.model.parameters():
-            self.changes.later(setattr, p, "grad", p.grad)
-            p.grad = None
+            self.changes.set_through(p, "grad", None)
         routed, choice = comm.run(self._check_and_plan)
         comm.check_routers(self.router, routed)
         choice = comm.choice(choice, self.policy, batch, self.loss, self.router)
