@@ -76,7 +76,6 @@ class SampleComparison:
     """Fraction of choices of experts that differ in the stock forward."""
     allowed_elsewhere: float
     """Limit of `elsewhere`."""
-    dtype: str
     tokens: int
     where: str
     """The token of the largest difference, with both values."""
@@ -286,7 +285,6 @@ class StockComparison:
         self.trained_NW: Tensor = torch.as_tensor(
             sample.loss_mask.reshape(ids.shape).copy(), device=host.device
         )
-        self.dtype: torch.dtype = host.rounding_dtype
         most = max(4, ids.shape[1] // 2)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
         shape = host.shape
@@ -403,7 +401,6 @@ class StockComparison:
             allowed=allowed_difference(self.host, noise, rms(stock[there])),
             elsewhere=elsewhere,
             allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere_rounded,
-            dtype=str(self.dtype).removeprefix("torch."),
             tokens=int(there.sum()),
             where=f"token {token} of a sequence ({float(shared[sequence, token]):.6g} here, "
             f"{float(stock[sequence, token]):.6g} by the model itself)",
