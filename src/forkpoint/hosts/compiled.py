@@ -4,7 +4,6 @@ A compiler may be missing (a C++ compiler on the CPU, Triton or ptxas on CUDA) o
 runs eagerly. All blocks run eagerly from then on.
 """
 
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.torch_version import TorchVersion
 
 from forkpoint.engine.changes import Changes
@@ -114,8 +114,7 @@ class CompiledBlocks:
             _log.warning(ANNOUNCEMENT, len(blocks))
         for name, value in _dynamo_options(blocks).items():
             changes.set_through(torch._dynamo.config, name, value)
-        functorch = importlib.import_module("torch._functorch.config")
-        changes.set_through(functorch, "force_non_lazy_backward_lowering", True)
+        changes.set_through(functorch_config, "force_non_lazy_backward_lowering", True)
         forget_calls(self._handles, changes)
         inside = [tuple(module for _, module in every_module(block)) for block in blocks]
         number_modules(inside, self._places, changes)
