@@ -41,7 +41,7 @@ def test_ranks_that_relations_connect(
     contributors: tuple[int, ...],
 ) -> None:
     assert connected(groups, rank) == (members, batches)
-    topology = Topology(rank, groups[rank], members, batches)
+    topology = Topology(groups[rank], members, batches)
     assert topology.contributors == contributors
     assert topology.shares_batches == (len(contributors) < len(members))
 

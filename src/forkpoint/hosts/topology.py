@@ -108,7 +108,6 @@ def read_topology(holders: Sequence[Holder], device: torch.device) -> Topology:
 
     Raises RankError, on all ranks, if ranks wrap models that are held by different ranks.
     """
-    rank = dist.get_rank()
     relations: dict[Relation, tuple[int, ...]] = {}
     for holder in holders:
         relations.update(holder.relations)
@@ -125,9 +124,8 @@ def read_topology(holders: Sequence[Holder], device: torch.device) -> Topology:
     # torch requires that all ranks of the default group make groups in the same order.
     for ranks, backend in sorted(wanted, key=str):
         process_group(ranks, backend)
-    members, batches = connected(every, rank)
+    members, batches = connected(every, dist.get_rank())
     return Topology(
-        rank,
         relations,
         members,
         batches,

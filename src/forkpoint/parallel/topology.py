@@ -128,8 +128,6 @@ class Topology:
     Ranks are numbers in the default process group. Defaults are for a model on one rank.
     """
 
-    rank: int = 0
-    """This rank."""
     relations: Mapping[Relation, tuple[int, ...]] = field(default_factory=dict)
     """The ranks, this one included, that hold the model by each kind of parallelism. "data" sums
     gradients over them, "tensor" splits modules, "expert" distributes experts, "context" deals out
