@@ -24,7 +24,7 @@ from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.early_exit import end_in_last_block
 from forkpoint.hosts.held_model import HeldModel
 from forkpoint.hosts.modules import add_hook
-from forkpoint.hosts.routers import ModelRouters
+from forkpoint.hosts.routers import ModelRouters, force_routers, record_routers
 from forkpoint.hosts.wrappers import entered, set_forward
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
@@ -191,7 +191,9 @@ class ModelHost(HeldModel):
         routers = self.routers
         if note is not None:
             changes.set(vars(self), "_watched", routers)
-        routers.enter(note, changes, choose)
+            record_routers(routers.found, note, changes, chosen=routers.chosen_output)
+        if choose is not None:
+            force_routers(routers.found, choose, changes)
 
     def add_counts(self, logical_LE: Tensor) -> None:
         """Add a step's counts of experts, int64 [layers, experts], to the model's buffers. Called

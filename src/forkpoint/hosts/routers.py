@@ -63,7 +63,7 @@ def force_routers(routers: Iterable[FoundRouter], choose: ChooseExperts, changes
 
 
 class ModelRouters(RouterSet):
-    """The routers of a model, with methods to record, force and number them."""
+    """The routers of a model, and what their family's code does with their outputs."""
 
     defines_loss: bool = False
     """Whether the family's own code has a load-balancing loss."""
@@ -88,16 +88,6 @@ class ModelRouters(RouterSet):
         """For each router, the bias [E] that is added to scores only for the choice. Empty if the
         family has no such biases."""
         return []
-
-    def enter(
-        self, note: RouterNote | None, changes: Changes, choose: ChooseExperts | None = None
-    ) -> None:
-        """Pass outputs of routers to `note`, and let `choose` replace their choices, until the
-        changes are undone."""
-        if note is not None:
-            record_routers(self.found, note, changes, chosen=self.chosen_output)
-        if choose is not None:
-            force_routers(self.found, choose, changes)
 
     def place(self, every: Sequence[tuple[int, int]], stage: int) -> None:
         """Set the indices of these routers among those of all stages.
