@@ -42,14 +42,12 @@ def test_the_order_of_reading_does_not_matter(
     count = len(plan.microbatches)
     assert count >= 2
     one, other = (PreparedMicrobatches(plan, batch, torch.device("cpu")) for _ in range(2))
-    assert len(one) == count
     last = other[-1]
     assert [made is not None for made in other._made] == [False] * (count - 1) + [True]
     assert other[count - 1] is last
     found = [values(one[n]) for n in range(count)]
     assert found == [values(x) for x in reversed([other[n] for n in reversed(range(count))])]
     assert [inputs.microbatch for inputs in one] == list(plan.microbatches)
-    assert [values(x) for x in one[1:]] == found[1:]
     # Each trained token is in one microbatch.
     trained = np.concatenate([inputs.trained_tokens for inputs in one])
     assert sorted(trained) == np.flatnonzero(batch.loss_mask).tolist()

@@ -43,7 +43,7 @@ class Executor:
     """Has a guard if the pass has backwards."""
     host: Host
     plan: Plan
-    prepared: Sequence[MicrobatchInputs]
+    prepared: PreparedMicrobatches
     """Inputs by microbatch."""
     config: Config
     features: Sequence[Feature]

@@ -1,9 +1,8 @@
 """A plan's microbatches as tensors: tokens, positions, attention tables, and inputs of the head."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 import torch
@@ -200,7 +199,7 @@ def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, in
     return runs
 
 
-class PreparedMicrobatches(Sequence[MicrobatchInputs]):
+class PreparedMicrobatches:
     """Inputs of every microbatch of a plan, made when each is first read, so that the device runs
     a microbatch while the host makes the inputs of the next. Copies to the device are asynchronous.
     """
@@ -250,16 +249,10 @@ class PreparedMicrobatches(Sequence[MicrobatchInputs]):
         bounds = np.arange(len(plan.microbatches) + 1)
         self._bounds = np.searchsorted(of_trained[self._by_microbatch], bounds)
 
-    def __len__(self) -> int:
-        return len(self._made)
+    def __iter__(self) -> Iterator[MicrobatchInputs]:
+        return (self[n] for n in range(len(self._made)))
 
-    @overload
-    def __getitem__(self, index: int) -> MicrobatchInputs: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[MicrobatchInputs]: ...
-    def __getitem__(self, index: int | slice) -> MicrobatchInputs | list[MicrobatchInputs]:
-        if isinstance(index, slice):
-            return [self[n] for n in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> MicrobatchInputs:
         found = self._made[index]
         if found is None:
             found = self._made[index] = self._make(self._plan.microbatches[index])

@@ -5,7 +5,7 @@ backward starts from the gradients at these copies. A loss that reads other trai
 refused: no gradient would reach them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -244,7 +244,7 @@ class CoupledLosses:
     coupled rollouts. This is a `MicrobatchLoss`."""
 
     def __init__(
-        self, losses: MicrobatchLosses, plan: Plan, prepared: Sequence[MicrobatchInputs]
+        self, losses: MicrobatchLosses, plan: Plan, prepared: Iterable[MicrobatchInputs]
     ) -> None:
         """`prepared`: the inputs of all microbatches of the plan."""
         views = losses.views

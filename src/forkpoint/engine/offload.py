@@ -16,7 +16,7 @@ have more. Gradients are not subtracted, because the memory budget leaves room f
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -262,7 +262,7 @@ class Activations(Feature):
     def __init__(
         self,
         plan: Plan,
-        prepared: Sequence[MicrobatchInputs],
+        prepared: Iterable[MicrobatchInputs],
         host: Host,
         staging: Staging | None,
         stats: OffloadStats | None,
