@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,13 +110,6 @@ class BlockTimes:
         return float(forward.min(axis=0).mean()), float(backward.min(axis=0).mean())
 
 
-class Sample(Protocol):
-    """Work of the host that is timed each time it runs. The first run is not counted."""
-
-    def run(self) -> None:
-        """Run the work, and wait for the device."""
-
-
 class HostRow:
     """A microbatch that runs forward and backward."""
 
@@ -126,6 +119,7 @@ class HostRow:
         self._forward = _prepared(host, batch, config)
 
     def run(self) -> None:
+        """Run it, and wait for the device."""
         with self._blocks.recorded(), self._host.entered():
             loss = self._forward().sum()
             loss.backward()
@@ -148,6 +142,7 @@ class HostStep:
         self._ms: list[list[float]] = []
 
     def run(self) -> None:
+        """Run it, and wait for the device."""
         forget_lists()  # lists of modules are made in a step, unless it runs within another
         begin = time.perf_counter()
         with self._blocks.recorded():
@@ -175,6 +170,10 @@ class HostStep:
             reader_block=self._blocks.least(slice(3, None, 2), slice(2, None, 2)),
             tokens=self._plan.logical_tokens,
         )
+
+
+Sample = HostRow | HostStep
+"""Work of the host that is timed each time it runs. The first run is not counted."""
 
 
 @dataclass
