@@ -1,7 +1,7 @@
 """Whole copies of a model in another dtype, also of a sharded model."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from forkpoint.hosts.modules import HOOKS, plain_class
 
@@ -57,8 +58,7 @@ def copy_in(
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor of a DTensor; other tensors unchanged. Collective for DTensors."""
-    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _copy_sharded(model: nn.Module, copies: dict[int, Any]) -> None:
