@@ -53,8 +53,7 @@ def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _class_forward_recomputed(module: nn.Module, *args: Any) -> Any:
-    forward = types.MethodType(type(module).forward, module)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+    return _recomputed(types.MethodType(type(module).forward, module), *args)
 
 
 def mlp_of(block: nn.Module) -> nn.Module | None:
