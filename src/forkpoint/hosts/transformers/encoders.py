@@ -83,7 +83,7 @@ class TransformersEncoder(Encoder):
                     f"{medium!r} has the input {strange[0]!r}, which {name} does not take for "
                     f"media of kind {medium.kind!r}. Leave it out."
                 )
-            needed = _required(features)
+            needed = _arguments(features, needed=True)
             if family.axes:
                 needed |= {f"{medium.kind}_grid_thw"}
             missing = sorted(needed - medium.inputs.keys())
@@ -267,7 +267,7 @@ class TransformersEncoder(Encoder):
         size = int(self.core.config.vision_config.spatial_merge_size)
         name = f"{medium.kind}_grid_thw"
         grid = medium.array(name)
-        pixels = medium.inputs[min(_required(self._features(medium.kind)))]
+        pixels = medium.inputs[min(_arguments(self._features(medium.kind), needed=True))]
         fits = grid.dtype.name in ("int32", "int64") and grid.ndim == 2 and grid.shape[1] == 3
         fits = fits and bool((grid > 0).all()) and not (grid[:, 1:] % size).any()
         patches = sum(t * h * w for t, h, w in grid.tolist()) if fits else 0
@@ -362,12 +362,8 @@ def _of_function(function: Callable[..., Any]) -> tuple[frozenset[str], frozense
     return frozenset(p.name for p in named), frozenset(needed)
 
 
-def _arguments(function: Any) -> frozenset[str]:
-    return _of_function(getattr(function, "__func__", function))[0]
-
-
-def _required(function: Any) -> frozenset[str]:
-    return _of_function(getattr(function, "__func__", function))[1]
+def _arguments(function: Any, *, needed: bool = False) -> frozenset[str]:
+    return _of_function(getattr(function, "__func__", function))[needed]
 
 
 def _tensor(value: Any, device: torch.device) -> Tensor:
