@@ -135,13 +135,11 @@ class HeldModel:
         A model that checkpoints itself has no early exits, because their exception would pass
         through the checkpoint inside the block.
         """
-        ahead = self.device.type == "cuda"
-        deals = not shape.recurrent_layers
         able = Capabilities(
             leaves_early=shape.leaves_early,
-            runs_ahead=ahead,
+            runs_ahead=self.device.type == "cuda",
             checkpoints=("none",),
-            deals_segments=deals,
+            deals_segments=not shape.recurrent_layers,
             keeps_logits=self.entry.head.keeps_logits(shape.dtype_bytes),
         )
         if shape.checkpointed:
