@@ -113,7 +113,7 @@ def test_costs_count_each_shared_token_once(batch: RolloutBatch, ranks: int) -> 
     priced = Priced.of(paths, paths.forest(), TOKEN)
     unit = priced.rates.unit_cost
     placed = greedy(priced.items(batch.group_index), ranks)
-    rank = placed.rank_of_rollouts
+    rank = placed.rank[placed.items.item]
     expected = [
         cost_of(priced, np.flatnonzero(rank == number).tolist(), batch) for number in range(ranks)
     ]

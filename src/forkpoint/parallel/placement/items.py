@@ -169,11 +169,6 @@ class Placement:
     load: IntArray
     """[R] cost of each rank's items, with shared segments counted once."""
 
-    @property
-    def rank_of_rollouts(self) -> IntArray:
-        """[N] rank of each rollout."""
-        return self.rank[self.items.item]
-
 
 def greedy(items: Items, ranks: int) -> Placement:
     """Place items, the costliest first, each on the rank with the lowest load afterwards.

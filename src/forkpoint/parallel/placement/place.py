@@ -98,7 +98,7 @@ def place(
         whole_groups=whole_groups,
         max_microbatch_tokens=max_microbatch_tokens,
     )
-    return lists_of(rank, ranks)
+    return [np.flatnonzero(rank == number).tolist() for number in range(ranks)]
 
 
 def _runs(batch: RolloutBatch, loss: "Loss") -> IntArray:
@@ -133,11 +133,6 @@ def check_ranks(ranks: int) -> None:
         )
 
 
-def lists_of(rank: IntArray, ranks: int) -> list[list[int]]:
-    """Convert int64 [N], rank by rollout, to the ascending positions of each rank's rollouts."""
-    return [np.flatnonzero(rank == number).tolist() for number in range(ranks)]
-
-
 def place_paths(
     paths: Paths,
     forest: Forest,
@@ -166,7 +161,7 @@ def place_paths(
     parts = [] if whole_groups else [priced.split(share // number) for number in PARTS]
     placed = [greedy(priced.items(item), ranks) for item in (groups, *parts)]
     # The first of equally good placements is used, so whole groups come first.
-    found = [placement.rank_of_rollouts for placement in placed]
+    found = [way.rank[way.items.item] for way in placed]
     found += [reshaped(priced, way, capacity)[way.items.item] for way in placed]
     # Simple placements, as upper limits of the cost.
     lengths = np.ones(len(groups), np.int64)
