@@ -216,7 +216,6 @@ class Distributed(Holder):
         self.parts: Sequence[Holder] = tuple(holders)
         self.topology: Topology = topology
         self.ranks = ranks
-        self.relations: Mapping[Relation, tuple[int, ...]] = topology.relations
         self.splits: Sequence[tuple[str, nn.Module, Any]] = [x for h in holders for x in h.splits]
         self.param_dtypes: frozenset[torch.dtype] = frozenset().union(
             *(holder.param_dtypes for holder in holders)

@@ -59,9 +59,9 @@ class RankComm:
         self.mean: bool = is_own(loss)
         """Whether each rank has its own loss, so that gradients are averaged."""
         self.links: Links = links
-        self.staged: bool = "stage" in group.relations
+        self.staged: bool = "stage" in group.topology.relations
         """Whether this rank has some of the blocks."""
-        parts = group.topology.reduces or "tensor" in group.relations
+        parts = group.topology.reduces or "tensor" in group.topology.relations
         self.whole: bool = not (parts or self.staged)
         """Whether this rank has the whole model and can run it without other ranks."""
 

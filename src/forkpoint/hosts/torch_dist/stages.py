@@ -43,7 +43,6 @@ class StageRanks(Holder):
         self.down: dist.ProcessGroup = mesh.get_group()
         self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.down))
         self.index: int = self.global_ranks.index(dist.get_rank())
-        self.size: int = len(self.global_ranks)
         self.relations: Mapping[Relation, tuple[int, ...]] = {"stage": self.global_ranks}
         self._ends = (self.global_ranks[0], self.global_ranks[-1])
         self.process_groups: Sequence[tuple[int, ...]] = (self.global_ranks, self._ends)
@@ -62,7 +61,7 @@ class StageRanks(Holder):
 
     def exchange(self, value: T) -> list[T]:
         """The values of all stages. Collective."""
-        found: list[Any] = [None] * self.size
+        found: list[Any] = [None] * len(self.global_ranks)
         dist.all_gather_object(found, value, group=self.up)
         return found
 
