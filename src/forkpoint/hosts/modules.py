@@ -57,11 +57,8 @@ def cache_module_walks(changes: Changes) -> None:
 
 def forget_lists() -> None:
     """Drop cached lists, because the model's modules have changed."""
-    lists = _walks.get()
-    if lists is not None:
-        lists.modules.clear()
-        lists.parameters.clear()
-        lists.places.clear()
+    if _walks.get() is not None:
+        _walks.set(_Lists())
 
 
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
