@@ -374,7 +374,7 @@ def test_short_forks_are_left_out_where_their_launches_cost_more(length: int, ms
     assert planned(ms, able=Capabilities()).least_segment == 0
 
 
-@pytest.mark.parametrize(("launch_ms", "sharing"), [(0.2, "group"), (0.5, "none"), (0.9, "none")])
+@pytest.mark.parametrize(("launch_ms", "sharing"), [(0.2, "group"), (0.4, "group"), (0.5, "none"), (0.9, "none")])
 def test_a_plan_that_is_faster_only_on_a_fast_host_is_not_chosen(
     launch_ms: float, sharing: str
 ) -> None:
@@ -399,7 +399,7 @@ def test_a_plan_that_is_faster_only_on_a_fast_host_is_not_chosen(
 
 @pytest.mark.parametrize(("ahead", "sharing"), [(True, "group"), (False, "none")])
 def test_short_forks_are_left_out_where_they_need_a_fast_host(ahead: bool, sharing: str) -> None:
-    measured = made_up(block=line(1e-2), host_block_ms=(0.5, 1.0), host_launch_ms=(1.6, 3.2))
+    measured = made_up(block=line(1e-2), host_block_ms=(0.5, 1.0), host_launch_ms=(2.0, 4.0))
     able, config = Capabilities(runs_ahead=ahead), Config(boundary="within")
     plan = make_plan(forked_responses(20), SHAPE, config, calibration=measured, capabilities=able)
     assert (plan.sharing, plan.least_segment) == (sharing, 64 if ahead else 0)
