@@ -279,30 +279,24 @@ def test_what_a_plan_must_save_to_be_chosen(
     assert planner._chosen([plan, other]) is (other if chosen else plan)
 
 
-@pytest.mark.parametrize(("ms_per_token", "boundary"), [(0.01, "within"), (0.2, "across")])
-def test_long_steps_try_shorter_microbatches_too(
-    ms_per_token: float, boundary: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first length that fits is a microbatch of 3,000 tokens. In shorter ones, the prompt is
-    cheaper by 2.3%. Plans for slower hosts are searched in the same way."""
-    searched_few, choose = list[bool](), planner._chosen_for_any_host
-
-    def chosen(plans: list[Plan], calibration: Calibration | None, builder: Builder) -> Any:
-        searched_few.append(builder.tries_few)
-        return choose(plans, calibration, builder)
-
-    monkeypatch.setattr(planner, "_chosen_for_any_host", chosen)
-    measured = made_up(block=line(ms_per_token), out_bytes_per_ms=1e3, back_bytes_per_ms=1e3)
-    config, able = Config(sharing="group"), Capabilities(runs_ahead=True)
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("budget", [6_000_000, 12_000_000])
+def test_shorter_microbatches_keep_all_logits_if_that_costs_less(budget: int, is_set: bool) -> None:
+    """A token keeps 400 bytes, and its logits take 600."""
+    batch, shape, able = (
+        group(500, 400, 60),
+        replace(SHAPE, vocab=300),
+        Capabilities(runs_ahead=True),
+    )
+    measured = made_up(shape=shape, head=line(1e-3))
+    config = Config(memory_budget=budget if is_set else "auto")
+    longest = Builder(batch, shape, config, None, measured, able, budget)
+    longer = [longest.build("group", boundary) for boundary in ("within", "mixed", "across")]
     options: dict[str, Any] = {"calibration": measured, "capabilities": able}
-    plan = make_plan(group(500, 500, 5), SHAPE, config, budget_bytes=1_000_000, **options)
-    assert plan.fits and plan.boundary == boundary
-    set_by_user = replace(config, memory_budget=1_000_000)
-    searched = make_plan(group(500, 500, 5), SHAPE, set_by_user, **options)
-    assert plan.predicted_ms and searched.predicted_ms
-    is_long = plan.predicted_ms > planner.LONG_STEP_MS
-    assert is_long == (plan.predicted_ms == searched.predicted_ms)
-    assert searched_few == [not is_long, False]
+    plan = make_plan(batch, shape, config, budget_bytes=budget, **options)
+    assert plan.fits and all(m.keeps_logits for m in plan.microbatches if m.num_loss_entries)
+    assert plan.cost < min(p.cost for p in longer if p.fits) / 1.01
+    assert plan.max_microbatch_tokens < min(p.max_microbatch_tokens for p in longer)
 
 
 def test_a_plan_is_compared_with_dense_that_fits() -> None:
@@ -374,7 +368,9 @@ def test_short_forks_are_left_out_where_their_launches_cost_more(length: int, ms
     assert planned(ms, able=Capabilities()).least_segment == 0
 
 
-@pytest.mark.parametrize(("launch_ms", "sharing"), [(0.2, "group"), (0.4, "group"), (0.5, "none"), (0.9, "none")])
+@pytest.mark.parametrize(
+    ("launch_ms", "sharing"), [(0.2, "group"), (0.4, "group"), (0.5, "none"), (0.9, "none")]
+)
 def test_a_plan_that_is_faster_only_on_a_fast_host_is_not_chosen(
     launch_ms: float, sharing: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from forkpoint import Config, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.builder import Builder
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.dealing import deal
 from forkpoint.plan.entries import segment_entries
@@ -144,9 +145,14 @@ def test_leaves_that_do_not_fit_run_by_heads() -> None:
     least = make_plan(batch, TWO, config, calibration=calibration, capabilities=BY_HEADS)
     assert least.predicted_peak_bytes is not None
     room = (least.predicted_peak_bytes + free.predicted_peak_bytes) // 2
-    plan = make_plan(batch, TWO, config, calibration=calibration, budget_bytes=room)
+    options = {"calibration": calibration, "budget_bytes": room}
+    first = Builder(batch, TWO, config, capabilities=free.capabilities, **options)
+    plan = first.build(config.sharing, config.boundary)
     assert plan.fits and not any(m.parts for m in plan.microbatches)
     assert plan.dealing.endswith("they do not fit the memory budget")
+    shorter = make_plan(batch, TWO, config, **options)
+    assert shorter.fits and any(m.parts for m in shorter.microbatches)
+    assert shorter.cost < plan.cost
 
 
 def test_microbatches_are_as_long_as_leaves_by_responses_need() -> None:

@@ -31,6 +31,7 @@ from forkpoint.plan.predict import (
     offloaded_bytes,
     peak_bytes,
     plan_cost,
+    standing_bytes,
 )
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import CHUNK, ModelShape, Work, dense_work, forest_work
@@ -45,6 +46,8 @@ from forkpoint.units import exactly
 
 SHARINGS = ("none", "group", "tree")
 BOUNDARIES = ("within", "mixed", "across")
+Combination = tuple[str, str]
+"""Sharing and boundary."""
 DEFAULT_MICROBATCH_TOKENS = 16_384
 # Under a memory budget, microbatches are as long as it allows, up to this. Each microbatch reads
 # and writes all gradients, and a group within one microbatch needs no prefix cache.
@@ -134,8 +137,7 @@ class Builder:
     """Fewest edges of a segment below a root that rollouts share; 0 means no limit."""
     _orders: dict[str, SortedRollouts] = field(default_factory=dict)
     _forests: dict[str, Forest] = field(default_factory=dict)
-    _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
-    _found_first: dict[tuple[str, str], Plan] = field(default_factory=dict)
+    _built: dict[Combination, Plan] = field(default_factory=dict)
     _num_loss_entries: dict[object, IntArray] = field(default_factory=dict)
     _packings: dict[object, _Packing] = field(default_factory=dict)
 
@@ -237,8 +239,7 @@ class Builder:
 
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
-        same = sharing == "tree" and self._groups_share_all
-        combination = "group" if same else sharing, boundary
+        combination = self._first_name(sharing), boundary
         if combination not in self._built:
             plan = self._fitting(*combination)
             # Responses to one prompt often have equal first tokens by chance.
@@ -246,18 +247,41 @@ class Builder:
             if fewer is not None and fewer.fits:
                 most = cost_with_preference(plan) * (1 - NOISE)
                 plan = fewer if not plan.fits or cost_with_preference(fewer) < most else plan
-            plans = (plan, self._found_first.get(combination, plan))
-            self._built[combination] = min(
-                plans, key=lambda plan: (not plan.fits, cost_with_preference(plan))
-            )
+            self._built[combination] = plan
         return replace(self._built[combination], sharing=sharing)
+
+    def _first_name(self, sharing: str) -> str:
+        """The first sharing that gives the same plans."""
+        return "group" if sharing == "tree" and self._groups_share_all else sharing
 
     def with_every_length(self) -> "Builder":
         """The builder that tries shorter microbatches too."""
         found = copy(self)
-        found.tries_few, found._found_first, found._built = False, self._built, {}
+        found.tries_few, found._built = False, {}
         vars(found).pop("_longer", None)
         return found
+
+    def with_all_kept(self, plan: Plan) -> Plan:
+        """The plan, or one with shorter microbatches of which all activations and logits fit the
+        budget, if that costs less."""
+        if self.budget_bytes is None or not plan.fits or self._keeps_everything(plan):
+            return plan
+        if plan.least_segment != self.least_segment and self._longer is not None:
+            return self._longer.with_all_kept(plan)
+        policy = policies_to_try(self.config, self.shape, self.capabilities)[0]
+        least = max(FILLING_TOKENS, least_microbatch_tokens(self.longest, plan.boundary))
+        sharing = self._first_name(plan.sharing)
+        make = partial(self._priced_ways, sharing, plan.boundary, policy=policy, moves=False)
+        longer, _, meter = make(plan.max_microbatch_tokens)
+        tokens = max(least, self._tokens_that_keep_all(longer, meter))
+        if tokens >= plan.max_microbatch_tokens:
+            return plan
+        _, ways, _ = make(tokens)
+        fitting = [self._dealt_if_faster(way) for way in ways if way.fits]
+        best = min(fitting, key=cost_with_preference, default=plan)
+        if cost_with_preference(best) * (1 + SIMPLER_IS_WORTH) >= cost_with_preference(plan):
+            return plan
+        return replace(best, sharing=plan.sharing)
 
     def without_short_segments(self, sharing: str, boundary: str) -> Plan | None:
         """The plan in which rollouts share no short segments; None if it is impossible, not
@@ -281,7 +305,7 @@ class Builder:
         found = copy(self)
         found.least_segment = SHORT_SEGMENT
         found._orders, found._forests, found._packings = {}, {}, {}
-        found._built, found._found_first = {}, {}
+        found._built = {}
         return found
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
@@ -454,6 +478,29 @@ class Builder:
                 next_tokens = min(next_tokens, int(longest.tokens * self.budget_bytes / kept) + 1)
             tokens = max(least, next_tokens)
 
+    def _keeps_everything(self, plan: Plan) -> bool:
+        """Whether nothing is computed again that the configuration leaves to the planner."""
+        policies = policies_to_try(self.config, self.shape, self.capabilities)
+        logits = self._logits_room is not None
+        return _keeps_all(plan) and all(
+            m.checkpointing == policies[0]
+            and (m.keeps_logits or m.children or not m.num_loss_entries or not logits)
+            for m in plan.microbatches
+        )
+
+    def _tokens_that_keep_all(self, plan: Plan, meter: Meter) -> int:
+        """Length of microbatches of which all activations and logits fit the budget, estimated by
+        a plan that keeps all activations. At least the plan's length if all of that fit."""
+        room, limit = self.budget_bytes, self._logits_room
+        assert room is not None
+        if limit is not None:
+            room, plan = limit, keep_logits(plan, meter, sys.maxsize)
+        needed, standing = peak_bytes(plan, meter), standing_bytes(plan)
+        if needed <= room:
+            return plan.max_microbatch_tokens
+        longest = max(microbatch.tokens for microbatch in plan.microbatches)
+        return int(longest * (room - standing) / (needed - standing))
+
     def _priced_ways(
         self, sharing: str, boundary: str, tokens: int, policy: str, *, moves: bool
     ) -> tuple[Plan, list[Plan], Meter]:
@@ -587,16 +634,21 @@ class Builder:
 
     def _with_logits(self, plan: Plan, meter: Meter) -> Plan:
         """The plan with kept logits according to the configuration."""
+        room = self._logits_room
+        return plan if room is None else keep_logits(plan, meter, room)
+
+    @property
+    def _logits_room(self) -> int | None:
+        """Largest peak of plans that keep logits; None if the planner does not choose logits to
+        keep."""
         budget = self.budget_bytes
         chosen = self.config.head_logits == "auto" and self.capabilities.keeps_logits
         if not chosen or budget is None:
-            return plan
+            return None
         if not self.soft:
-            return keep_logits(plan, meter, budget)
+            return budget
         # A measured budget is at least LEAST_BYTES, even if less memory is free.
-        if budget == LEAST_BYTES:
-            return plan
-        return keep_logits(plan, meter, int(budget * LOGITS_ROOM))
+        return None if budget == LEAST_BYTES else int(budget * LOGITS_ROOM)
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """The plan with its cost and its peak. The cost is inf if the peak exceeds `budget`."""

@@ -16,6 +16,7 @@ from forkpoint.plan.builder import (
     SIMPLER_IS_WORTH,
     BudgetError,
     Builder,
+    Combination,
     cost_with_preference,
     least_memory,
 )
@@ -47,13 +48,11 @@ SLOW_HOST = 1.6
 # it costs as much as dense on such a host, 22% if it costs 9% more.
 SAVES_MORE = 0.85
 NEEDS_FAST_HOST = f"costs as much as dense if the host is slower by a factor of {SLOW_HOST}"
-# Predicted time of a step above which a measured budget is searched like one that the user set.
-# Planning then takes 10 to 60 ms longer, or on a slow host twice that. By calibrations of four
-# models on an H200, steps of 2 to 5 s are predicted to be 2.4% faster in the mean of 29, longer
-# ones 1.7% in the mean of 12, and those of 0.5 to 2 s 1.3% in the mean of 100.
-LONG_STEP_MS = 3000.0
-Combination = tuple[str, str]
-"""Sharing and boundary."""
+# Plans within a budget that cost at most this many times as much as the cheapest are made again
+# with microbatches so short that all activations and logits are kept. By calibrations of Qwen3-1.7B
+# on an H200, steps of 300 random batches within measured budgets are then as long as after a search
+# of all lengths (benchmarks/history/log.md, 2026-12-01).
+NEAR_THE_FASTEST = 1.05
 
 
 def make_plan(
@@ -129,17 +128,20 @@ def make_plan(
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     combinations = list(product(sharings, boundaries))
     plans, errors = _built(builder, combinations)
-    # If none fits, other lengths may.
-    fastest = min((p.predicted_ms or 0 for p in plans if p.fits), default=math.inf)
-    if builder.tries_few and fastest > LONG_STEP_MS:
+    if not any(plan.fits for plan in plans) and builder.tries_few:
         builder = builder.with_every_length()
         plans, errors = _built(builder, combinations)
+    else:
+        most = min((p.cost for p in plans if p.fits), default=0.0) * NEAR_THE_FASTEST
+        plans = [builder.with_all_kept(p) if p.cost <= most else p for p in plans]
     if not plans:
         raise _refusal(errors, builder)
     fitting = [plan for plan in plans if plan.fits]
     need_fast_host: set[Combination] = set()
     if fitting:
-        plan, fitting, need_fast_host = _chosen_for_any_host(fitting, calibration, builder)
+        chosen, fitting, need_fast_host = _chosen_for_any_host(fitting, calibration, builder)
+        plan = builder.with_all_kept(chosen)  # dense may have cost more than NEAR_THE_FASTEST
+        fitting = [plan if p is chosen else p for p in fitting]
     else:
         plan = least_memory(plans)
     dense = min((p.cost for p in fitting if p.sharing == "none"), default=None)
