@@ -538,16 +538,27 @@ class Plan:
         plan = replace(self, microbatches=tuple(microbatches))
         return plan.with_program(scores=self.program.has_scores)
 
+    def with_activations(self, microbatches: Iterable[Microbatch]) -> Self:
+        """The plan with other storage of activations, and the program in the order of one device.
+
+        Cache slots stay, because they depend only on the order of forwards and backwards.
+        """
+        plan = replace(self, microbatches=tuple(microbatches))
+        return replace(plan, program=plan._program(scores=self.program.has_scores))
+
     def with_program(self, *, scores: bool) -> Self:
         """The plan with the program of its microbatches in the order of one device.
 
         scores: whether it begins with a pass of scores.
         """
+        return self._in_order(self._program(scores=scores))
+
+    def _program(self, *, scores: bool) -> Program:
         early = self.capabilities.leaves_early
         program = step_program(self.microbatches, scores=scores, leaves_early=early)
         if self.split == "exchange":
             program = exchanging(program, self.microbatches, scores=scores)
-        return self._in_order(program)
+        return program
 
     def _in_order(self, program: Program) -> Self:
         slots, tokens, state_of, states = allocate_cache(self.forest, self.microbatches, program)

@@ -223,7 +223,7 @@ def drop_activations(plan: Plan, microbatches: frozenset[int], activations: str)
         replace(r, activations=activations) if r.index in microbatches else r
         for r in plan.microbatches
     )
-    return plan.with_microbatches(changed)
+    return plan.with_activations(changed)
 
 
 def keep_logits(plan: Plan, meter: Meter, budget: int) -> Plan:
