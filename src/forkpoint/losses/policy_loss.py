@@ -232,7 +232,8 @@ class GRPO(PolicyLoss):
             self.dual_clip,
         )
 
-    zero_rollouts = PolicyLoss.zero_without_advantage
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.zero_without_advantage(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +297,8 @@ class DrGRPO(GRPO):
         total = batch.trained(terms_T).sum()
         return divide(total, batch.denominators.rollouts * self.max_tokens)
 
-    zero_rollouts = PolicyLoss.zero_without_advantage
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.zero_without_advantage(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +337,8 @@ class CISPO(PolicyLoss):
         low, high = 1 - self.clip, 1 + upper(self.clip, self.clip_high)
         return batch.loss_mask & ((weights_T < low) | (weights_T > high))
 
-    zero_rollouts = PolicyLoss.zero_without_advantage
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.zero_without_advantage(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +374,8 @@ class SAPO(PolicyLoss):
         ratios_T = ratios(log_ratios(logprobs_T, batch))
         return 4 / tau_T * torch.sigmoid(tau_T * (ratios_T - 1)) * advantages_T
 
-    zero_rollouts = PolicyLoss.zero_without_advantage
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.zero_without_advantage(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
