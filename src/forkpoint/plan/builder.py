@@ -262,15 +262,15 @@ class Builder:
         return found
 
     def with_all_kept(self, plan: Plan) -> Plan:
-        """The plan, or one with shorter microbatches of which all activations and logits fit the
-        budget, if that costs less."""
+        """The plan with microbatches so short that all activations and logits fit the budget. The
+        same plan if that does not cost less."""
         if self.budget_bytes is None or not plan.fits or self._keeps_everything(plan):
             return plan
         if plan.least_segment != self.least_segment and self._longer is not None:
             return self._longer.with_all_kept(plan)
-        policy = policies_to_try(self.config, self.shape, self.capabilities)[0]
         least = max(FILLING_TOKENS, least_microbatch_tokens(self.longest, plan.boundary))
         sharing = self._first_name(plan.sharing)
+        policy = self._policies[0]
         make = partial(self._priced_ways, sharing, plan.boundary, policy=policy, moves=False)
         longer, _, meter = make(plan.max_microbatch_tokens)
         tokens = max(least, self._tokens_that_keep_all(longer, meter))
@@ -480,17 +480,18 @@ class Builder:
 
     def _keeps_everything(self, plan: Plan) -> bool:
         """Whether nothing is computed again that the configuration leaves to the planner."""
-        policies = policies_to_try(self.config, self.shape, self.capabilities)
         logits = self._logits_room is not None
         return _keeps_all(plan) and all(
-            m.checkpointing == policies[0]
+            m.checkpointing == self._policies[0]
             and (m.keeps_logits or m.children or not m.num_loss_entries or not logits)
             for m in plan.microbatches
         )
 
     def _tokens_that_keep_all(self, plan: Plan, meter: Meter) -> int:
-        """Length of microbatches of which all activations and logits fit the budget, estimated by
-        a plan that keeps all activations. At least the plan's length if all of that fit."""
+        """Estimate the length of microbatches whose activations and logits all fit the budget.
+
+        `plan`: a plan that keeps all activations. The result is its length if all of it fits.
+        """
         room, limit = self.budget_bytes, self._logits_room
         assert room is not None
         if limit is not None:

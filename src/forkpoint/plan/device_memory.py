@@ -68,8 +68,8 @@ class DeviceMemory:
     optimizer_bytes_per_parameter: float | None = None
     """None means AdamW in the dtype of the parameters."""
     step_bytes_per_parameter: int = 0
-    """Bytes that a step takes for each trained parameter besides its gradient: its float32 sum, and
-    a copy of the earlier gradient."""
+    """Bytes that a step adds to the gradient of each trained parameter: a float32 sum, and a copy
+    of the earlier gradient."""
     trained_share: float = 1.0
     """Part of the parameters that is trained, from 0 to 1."""
     ranks: int = 1
